@@ -1,0 +1,14 @@
+"""Attention over paged KV and the pages' layout: pure functions of arrays that know no model, request or mesh."""
+
+from paxserve.pallas_kernels.api import IMPLEMENTATIONS, paged_attention
+from paxserve.pallas_kernels.layout import copy_pages, gqa_bytes_per_page, gqa_pages_shape, init_gqa_pages, write_pages
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "copy_pages",
+    "gqa_bytes_per_page",
+    "gqa_pages_shape",
+    "init_gqa_pages",
+    "paged_attention",
+    "write_pages",
+]

@@ -1,0 +1,88 @@
+"""The public entry to paged attention: checks the arguments and picks an implementation."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from paxserve.pallas_kernels import reference, xla
+from paxserve.pallas_kernels.layout import Scale
+
+IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    max_query_len: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
+    """Causal attention of ragged queries over paged KV, after FlashAttention's block-table interface.
+
+    Sequence `s` owns query tokens `query_starts[s]:query_starts[s + 1]`; the last of them is at position
+    `context_lens[s] - 1`, and its KV is already in the pages. Logits are `scale * q @ k`, then
+    `soft_cap * tanh(logits / soft_cap)`. A token at position `p` sees keys `p - window < key <= p`; `window` may be
+    traced. `sinks` adds one logit per query head to the softmax's denominator, as in gpt-oss. `k_scale` and `v_scale`
+    multiply what quantised pages hold. Tokens past `query_starts[-1]` and tokens of sequences with context 0 are
+    padding. Block-table entries past a sequence's context, and the slots past it, may hold anything, NaN included.
+
+    `max_query_len` is a static bound on the query tokens per sequence; 1 promises a decode step.
+    `implementation` is "reference", "xla" or None for the platform's own.
+
+    Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
+    disjoint keys can be merged. Padding tokens get 0 and -inf.
+
+    Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation.
+    """
+    if q.ndim != 3 or kv_pages.ndim != 4 or block_tables.ndim != 2:
+        raise ValueError(
+            "expected q [tokens, heads, head_dim], kv_pages [pages, kv_heads, page_size, 2 * head_dim] and "
+            f"block_tables [seqs, max_pages], got {q.shape}, {kv_pages.shape} and {block_tables.shape}"
+        )
+    _, heads, head_dim = q.shape
+    kv_heads, seqs = kv_pages.shape[1], block_tables.shape[0]
+    if kv_pages.shape[3] != 2 * head_dim:
+        raise ValueError(f"pages of {kv_pages.shape[3]} values per slot do not fit K and V of head_dim {head_dim}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
+    if context_lens.shape != (seqs,) or query_starts.shape != (seqs + 1,):
+        raise ValueError(
+            f"{seqs} block tables need context_lens [{seqs}] and query_starts [{seqs + 1}], "
+            f"got {context_lens.shape} and {query_starts.shape}"
+        )
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None for no cap")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
+    if jnp.issubdtype(kv_pages.dtype, jnp.integer) and (k_scale is None or v_scale is None):
+        raise ValueError(f"{kv_pages.dtype} pages need k_scale and v_scale")
+    if implementation is None:
+        implementation = "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[implementation](
+        q,
+        kv_pages,
+        block_tables,
+        context_lens,
+        query_starts,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        max_query_len=max_query_len,
+    )

@@ -1,0 +1,107 @@
+"""How KV pages lie in memory, and how they are written and copied.
+
+All layers share one array `kv_pages[layers * pages, kv_heads, page_size, 2 * head_dim]`: layer `l`'s page `i` is row
+`l * pages + i`, and K and V of a token lie side by side. Page 0 of every layer is the null page: padding is written
+there, and its content never changes a result.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+Scale = float | Float[Array, ""]
+
+
+def gqa_pages_shape(
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int
+) -> tuple[int, int, int, int]:
+    """Shape of the pages array of a GQA model; `num_pages` counts the pages of one layer, the null page included.
+
+    Raises ValueError if a size is below 1.
+    """
+    sizes = {"num_layers": num_layers, "num_pages": num_pages, "kv_heads": kv_heads}
+    sizes |= {"page_size": page_size, "head_dim": head_dim}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    return (num_layers * num_pages, kv_heads, page_size, 2 * head_dim)
+
+
+def gqa_bytes_per_page(
+    num_layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike
+) -> int:
+    """Bytes that one page of every layer takes together, which is what one more page in the pool costs."""
+    return math.prod(gqa_pages_shape(num_layers, 1, kv_heads, page_size, head_dim)) * jnp.dtype(dtype).itemsize
+
+
+def init_gqa_pages(
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike
+) -> Num[Array, "pages kv_heads page_size two_head_dim"]:
+    """A zeroed pages array of `gqa_pages_shape`."""
+    return jnp.zeros(gqa_pages_shape(num_layers, num_pages, kv_heads, page_size, head_dim), dtype)
+
+
+def _quantize(x: Float[Array, "..."], scale: Scale | None, dtype: jax.typing.DTypeLike) -> Num[Array, "..."]:
+    """`x / scale` in the pages' dtype: rounded to nearest and saturated where the dtype is narrower than `x`."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        x = jnp.clip(jnp.round(x), info.min, info.max)
+    elif jnp.finfo(dtype).bits == 8:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
+
+
+def write_pages(
+    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+) -> Num[Array, "pages kv_heads page_size two_head_dim"]:
+    """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
+
+    Several padding tokens may share a slot of the null page; all other slots must be distinct. Integer and 8-bit float
+    pages hold `k / k_scale` and `v / v_scale`, saturated. Raises ValueError if the shapes disagree or if integer pages
+    come without scales.
+    """
+    tokens = k.shape[0]
+    kv_heads, head_dim = kv_pages.shape[1], kv_pages.shape[3] // 2
+    if k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape:
+        raise ValueError(
+            f"k {k.shape} and v {v.shape} must both be [tokens, {kv_heads}, {head_dim}] for pages {kv_pages.shape}"
+        )
+    if token_pages.shape != (tokens,) or token_offsets.shape != (tokens,):
+        raise ValueError(
+            f"token_pages {token_pages.shape} and token_offsets {token_offsets.shape} must both be ({tokens},)"
+        )
+    if jnp.issubdtype(kv_pages.dtype, jnp.integer) and (k_scale is None or v_scale is None):
+        raise ValueError(f"{kv_pages.dtype} pages need k_scale and v_scale")
+    kv = jnp.concatenate([_quantize(k, k_scale, kv_pages.dtype), _quantize(v, v_scale, kv_pages.dtype)], axis=-1)
+    return kv_pages.at[token_pages, :, token_offsets].set(kv)  # [tokens, kv_heads, 2 * head_dim]
+
+
+def copy_pages(
+    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    src: Int[Array, "copies"],
+    dst: Int[Array, "copies"],
+    *,
+    num_layers: int,
+) -> Num[Array, "pages kv_heads page_size two_head_dim"]:
+    """Copies page `src[i]` to page `dst[i]` in every layer; donate `kv_pages`. Padding pairs are (0, 0).
+
+    All sources are read before any page is written. Raises ValueError if the pages do not divide into `num_layers`.
+    """
+    if kv_pages.shape[0] % num_layers:
+        raise ValueError(f"{kv_pages.shape[0]} pages do not divide into num_layers={num_layers}")
+    if src.shape != dst.shape or src.ndim != 1:
+        raise ValueError(f"src {src.shape} and dst {dst.shape} must be vectors of one length")
+    first = jnp.arange(num_layers)[:, None] * (kv_pages.shape[0] // num_layers)  # [layers, 1]
+    return kv_pages.at[(first + dst).reshape(-1)].set(kv_pages[(first + src).reshape(-1)])
