@@ -7,8 +7,11 @@ from dataclasses import dataclass
 class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv:2104.09864) and how it is stretched to longer contexts.
 
-    kind: "default", "linear" (position interpolation), "dynamic" (NTK), "llama3" (Llama 3.1) or "yarn" (arXiv:2309.00071).
-    Fields that a kind does not use keep their defaults.
+    kind: "default", "linear" (position interpolation), "dynamic" (NTK), "llama3" (Llama 3.1) or "yarn"
+    (arXiv:2309.00071). Fields that a kind does not use keep their defaults.
+    original_max_position: the context length the model was trained with, needed by "dynamic", "llama3" and "yarn".
+    frequency_factors: a divisor for each of the head_dim // 2 frequencies, the form in which GGUF files store a scaling
+    already worked out.
     """
 
     theta: float = 10_000.0
@@ -23,6 +26,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    frequency_factors: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

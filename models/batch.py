@@ -1,0 +1,39 @@
+"""What attention needs to know about one step: where each token stands and which pages its sequence owns."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "token_pages", "token_offsets", "block_tables", "context_lens", "query_starts"],
+    meta_fields=["num_pages", "max_query_len", "attention"],
+)
+@dataclass(frozen=True)
+class AttentionBatch:
+    """A ragged batch of prefill chunks and decodes, padded to `tokens` tokens and `seqs` sequences; arrays are int32.
+
+    Sequence s owns tokens query_starts[s] : query_starts[s + 1]; the last of them is at position context_lens[s] - 1.
+    Page ids count within one layer. Padding tokens are written to page 0, padding sequences have context 0.
+
+    positions: each token's position in its sequence.
+    token_pages, token_offsets: the page, and the slot in it, that each token's K and V are written to.
+    block_tables: the pages of each sequence in order.
+    context_lens: tokens of each sequence including this step's.
+    num_pages: pages of one layer (static).
+    max_query_len: upper bound on a sequence's tokens in this step, 1 for a pure decode step (static; None: no bound).
+    attention: the attention implementation by name (static; None: chosen by platform).
+    """
+
+    positions: Int[Array, "tokens"]
+    token_pages: Int[Array, "tokens"]
+    token_offsets: Int[Array, "tokens"]
+    block_tables: Int[Array, "seqs pages_per_seq"]
+    context_lens: Int[Array, "seqs"]
+    query_starts: Int[Array, "seqs_plus_1"]
+    num_pages: int
+    max_query_len: int | None = None
+    attention: str | None = None

@@ -1,0 +1,92 @@
+"""The building blocks of a decoder layer. Kernels are out-major: y = x @ kernel.T."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paxserve.models.params import Declare, normal, ones, zeros
+
+Axes = tuple[str | None, ...]
+
+
+def project(
+    x: Float[Array, "tokens *inputs"], kernel: Float[Array, "*outputs_and_inputs"]
+) -> Float[Array, "tokens *outputs"]:
+    """x and an out-major kernel contracted over all of x's axes but the first, accumulated and returned in float32.
+
+    float32 operands are multiplied at full precision (TPUs would otherwise round them to bfloat16).
+    """
+    inputs = x.ndim - 1
+    x_axes = tuple(range(1, x.ndim))
+    kernel_axes = tuple(range(kernel.ndim - inputs, kernel.ndim))
+    return jax.lax.dot_general(
+        x,
+        kernel,
+        ((x_axes, kernel_axes), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+class Linear(nnx.Module):
+    """kernel [*out, *in] and, if asked for, bias [*out]; maps [tokens, *in] to [tokens, *out] in x's dtype."""
+
+    def __init__(
+        self,
+        declare: Declare,
+        out_shape: tuple[int, ...],
+        in_shape: tuple[int, ...],
+        out_axes: Axes,
+        in_axes: Axes,
+        *,
+        use_bias: bool = False,
+    ) -> None:
+        self.kernel = declare(out_shape + in_shape, out_axes + in_axes, normal(math.prod(in_shape)))
+        self.bias = declare(out_shape, out_axes, zeros) if use_bias else None
+
+    def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
+        y = project(x, self.kernel[...])
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """embedding [vocab, embed]: token ids to vectors; the same table is the output kernel of tied models."""
+
+    def __init__(self, declare: Declare, vocab_size: int, hidden_size: int) -> None:
+        self.embedding = declare((vocab_size, hidden_size), ("vocab", "embed"), normal(hidden_size))
+
+    def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens embed"]:
+        return jnp.take(self.embedding[...], tokens, axis=0)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation (arXiv:1910.07467) over the last axis, computed in float32."""
+
+    def __init__(self, declare: Declare, size: int, axis: str, epsilon: float) -> None:
+        self.scale = declare((size,), (axis,), ones)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202) with gate and up fused into one projection."""
+
+    def __init__(self, declare: Declare, hidden_size: int, intermediate_size: int, *, use_bias: bool) -> None:
+        self.gate_up = Linear(
+            declare, (2, intermediate_size), (hidden_size,), (None, "mlp"), ("embed",), use_bias=use_bias
+        )
+        self.down = Linear(declare, (hidden_size,), (intermediate_size,), ("embed",), ("mlp",), use_bias=use_bias)
+
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        gate_up = self.gate_up(x)  # [tokens, 2, mlp]
+        gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1].astype(jnp.float32)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))

@@ -1,0 +1,17 @@
+"""Which model class implements an architecture."""
+
+from flax import nnx
+
+from paxserve.models.config import ModelConfig
+from paxserve.models.llama import Llama
+
+MODELS: dict[str, type[nnx.Module]] = {"llama": Llama, "mistral": Llama, "qwen2": Llama, "qwen3": Llama}
+
+
+def model_class(config: ModelConfig) -> type[nnx.Module]:
+    """The class for `config.architecture`. Raises NotImplementedError if there is none."""
+    if config.architecture not in MODELS:
+        raise NotImplementedError(
+            f"architecture {config.architecture!r} is not supported; supported are {', '.join(sorted(MODELS))}"
+        )
+    return MODELS[config.architecture]
