@@ -1,0 +1,1 @@
+"""Reading and writing model weights: safetensors, GGUF and Orbax."""
