@@ -77,6 +77,7 @@ class GgufReader:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        self.gguf_names: list[str] = []  # the tensors' names in the file
         self._offsets: dict[str, int] = {}
         try:
             with self.path.open("rb") as stream:
@@ -142,6 +143,7 @@ class GgufReader:
                 raise CheckpointError(
                     f"tensor {name} in {self.path} is cut off: it ends at byte {end} of {len(self._file)}"
                 )
+            self.gguf_names.append(name)
             self.tensors[hf_name(name)], self._offsets[hf_name(name)] = info, data_start + offset
 
 

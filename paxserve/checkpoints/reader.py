@@ -29,7 +29,9 @@ class TensorReader(Protocol):
     """
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """The values of `tensor[index]` (one slice of step 1 per axis) as float32, float16 or bfloat16."""
