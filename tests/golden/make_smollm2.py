@@ -6,6 +6,7 @@ Run by hand, with transformers, torch and gguf installed:
 
 For every prompt the file holds its text, its token ids, the next `NEW_TOKENS` greedy token ids (an end-of-sequence token
 does not stop the continuation) and the TOP largest logits after the prompt and after some of the continuation's tokens.
+It also holds some values of some weights, in the order transformers has them (llama.cpp's differs for q and k).
 Prompts with a greedy choice closer than MIN_GAP are refused, so that token equality is well defined.
 """
 
@@ -90,6 +91,17 @@ def continuation_logits(model: PreTrainedModel, prompt: list[int], tokens: list[
     return model(torch.tensor([prompt + tokens[:-1]]), use_cache=False, logits_to_keep=NEW_TOKENS).logits[0]
 
 
+def weight_samples(model: PreTrainedModel) -> dict[str, dict]:
+    """16 values of every weight of two layers and of those outside the layers, by flat index."""
+    samples = {}
+    for name, weight in model.state_dict().items():
+        if ".layers." not in name or ".layers.0." in name or ".layers.29." in name:
+            flat = weight.flatten()
+            indices = [i * (len(flat) - 1) // 15 for i in range(16)]
+            samples[name] = {"shape": list(weight.shape), "indices": indices, "values": flat[indices].tolist()}
+    return samples
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=Path)
@@ -124,6 +136,7 @@ def main() -> None:
         "model": path.name,
         "made_with": {name: version(name) for name in ("transformers", "torch", "gguf")},
         "smallest_gap": round(smallest_gap, 5),
+        "weights": weight_samples(model),
     }
     # One line per prompt: small, and still readable in a diff.
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
