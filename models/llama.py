@@ -130,6 +130,7 @@ class Llama(nnx.Module):
         declare = Declare(rngs, dtype)
         self.config, self.scan_layers = config, scan_layers
         self.embed = Embedding(declare, config.vocab_size, config.hidden_size)
+        self.layers: Any
         if scan_layers:
             self.layers = DecoderLayer(Declare(rngs, dtype, stack=config.num_layers), config)
         else:

@@ -41,12 +41,12 @@ def apply_rope(x: Float[Array, "tokens heads head_dim"], table: RopeTable) -> Fl
 def _static_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "half"]:
     """Radians per position of each pair, for the kinds whose frequencies do not depend on the position."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = 1.0 / (np.float32(rope.theta) ** exponents)
+    plain = 1.0 / np.power(np.float32(rope.theta), exponents)
     match rope.kind:
         case "default":
             scaled = plain
         case "linear":
-            scaled = plain / rope.factor
+            scaled = plain / np.float32(rope.factor)
         case "llama3":
             scaled = _llama3_frequencies(rope, plain)
         case "yarn":

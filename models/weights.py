@@ -81,16 +81,17 @@ def _layer_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tens
 
     yield _whole(f"{source}.post_attention_layernorm.weight", (embed,), f"{path}.mlp_norm.scale")
     for row, name in enumerate(("gate", "up")):
-        index = (slice(row, row + 1), slice(None))
+        rows_index = (slice(row, row + 1), slice(None))
         yield TensorSource(
             f"{source}.mlp.{name}_proj.weight",
             (mlp, embed),
             (1, mlp, embed),
             f"{path}.mlp.gate_up.kernel",
-            (*index, slice(None)),
+            (*rows_index, slice(None)),
         )
         if config.mlp_bias:
-            yield TensorSource(f"{source}.mlp.{name}_proj.bias", (mlp,), (1, mlp), f"{path}.mlp.gate_up.bias", index)
+            bias = f"{source}.mlp.{name}_proj.bias"
+            yield TensorSource(bias, (mlp,), (1, mlp), f"{path}.mlp.gate_up.bias", rows_index)
     yield _whole(f"{source}.mlp.down_proj.weight", (embed, mlp), f"{path}.mlp.down.kernel")
     if config.mlp_bias:
         yield _whole(f"{source}.mlp.down_proj.bias", (embed,), f"{path}.mlp.down.bias")
