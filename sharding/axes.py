@@ -38,7 +38,9 @@ def make_mesh(
     return Mesh(np.array(devices[:needed]).reshape(data, kv_head, kv_page), MESH_AXES)
 
 
-def logical_to_spec(axes: Sequence[str | None], rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> PartitionSpec:
+def logical_to_spec(
+    axes: Sequence[str | None], rules: Mapping[str, str | tuple[str, ...] | None] = RULES
+) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions carry these logical names (None: not split).
 
     Raises KeyError for a name the rules do not know, so that a misspelt axis is never silently replicated.

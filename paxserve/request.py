@@ -1,0 +1,73 @@
+"""One sequence on its way through the engine: what was asked, and how far it has come."""
+
+import enum
+from dataclasses import dataclass, field
+
+from paxserve.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sample of one prompt. Only the scheduler changes the fields below `parent`.
+
+    stop_ids: token ids that end the sequence (the model's end ids and the user's).
+    seed: 64-bit seed of this sample's draws.
+    parent: the first sample of the same prompt, whose prompt pages this one can share; None for the first itself.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    priority: int = 0
+    parent: "Request | None" = None
+
+    number: int = -1  # order of arrival
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV the planned steps have written
+    num_pending: int = 0  # sampled tokens the host has not seen yet
+    num_preemptions: int = 0
+    first_planned_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller is served first and preempted last."""
+        return (self.priority, self.number)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence so far, those the host has not seen yet included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_outputs(self) -> int:
+        """Sampled tokens, those the host has not seen yet included."""
+        return len(self.output_token_ids) + self.num_pending
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def token(self, position: int) -> int:
+        """The token at a position, or -1 if the host has not seen it yet."""
+        prompt = self.prompt_token_ids
+        if position < len(prompt):
+            return prompt[position]
+        outputs = self.output_token_ids
+        return outputs[position - len(prompt)] if position - len(prompt) < len(outputs) else -1
