@@ -75,22 +75,22 @@ def expected_output(request: Request, limit: int) -> list[int]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random submits, aborts and steps; with `overlap` a plan is made before the one before it is committed."""
+    """Random submits, aborts and steps; plans are made up to `depth` steps ahead of the commits."""
 
     @initialize(
         num_pages=st.integers(4, 14),
         page_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
         budget=st.sampled_from([(5,), (5, 16), (8, 12, 64)]),
-        overlap=st.booleans(),
+        depth=st.integers(0, 2),
     )
-    def start(self, num_pages: int, page_size: int, max_num_seqs: int, budget: tuple[int, ...], overlap: bool) -> None:
+    def start(self, num_pages: int, page_size: int, max_num_seqs: int, budget: tuple[int, ...], depth: int) -> None:
         self.events: list = []
         self.pool = PagePool(num_pages, page_size, self.events.append)
         self.capacity = (num_pages - 1) * page_size
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, self.capacity, budget), self.pool)
         self.device = FakeDevice(page_size)
-        self.overlap = overlap
+        self.depth = depth
         self.in_flight: list[tuple[StepPlan, list[int]]] = []
         self.requests: list[Request] = []
         self.aborted: set[Request] = set()
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.in_flight.append((plan, self.device.step(plan)))
         elif not self.in_flight:
             assert not self.scheduler.has_work, "work is left, and neither planned nor in flight"
-        while len(self.in_flight) > (1 if self.overlap and plan.rows else 0):
+        while len(self.in_flight) > (self.depth if plan.rows else 0):
             self.scheduler.commit(*self.in_flight.pop(0))
 
     @invariant()
@@ -253,19 +253,22 @@ def test_the_youngest_is_preempted_and_computed_again():
     assert len(old.output_token_ids) == len(young.output_token_ids) == 12
 
 
-def test_a_preempted_request_leaves_the_step_it_was_planned_into():
-    scheduler = make_scheduler(num_pages=17, page_size=2, buckets=(5,))
+@pytest.mark.parametrize("num_pages", range(25, 33))
+def test_a_preempted_request_leaves_the_step_it_was_planned_into(num_pages):
+    # Decodes of low priority are planned before the prefill that then takes their pages, at some of these pool sizes.
+    scheduler = make_scheduler(num_pages=num_pages, page_size=1, buckets=(5,))
     low = [make_request(str(i), 1, max_tokens=20, priority=1) for i in range(3)]
     for request in low:
         scheduler.submit(request)
-    scheduler.commit(plan := scheduler.plan(), [1] * len(plan.rows))
-    high = make_request("high", 20, max_tokens=4)
+    plan = scheduler.plan()
+    scheduler.commit(plan, [1] * len(plan.rows))
+    high = make_request("high", 12, max_tokens=4)
     scheduler.submit(high)
-    plans = run_until_done(scheduler)
-    squeezed = next(plan for plan in plans if plan.preempted)
+    for plan in run_until_done(scheduler):
+        assert not set(plan.preempted) & {row.request for row in plan.rows}
+        assert plan.num_tokens <= 5
     assert high.num_preemptions == 0
-    assert not set(squeezed.preempted) & {row.request for row in squeezed.rows}
-    assert squeezed.num_tokens <= 5
+    assert any(request.num_preemptions for request in low)
     assert all(request.finish_reason == "length" for request in [*low, high])
 
 
