@@ -52,7 +52,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for `messages`; encode it with `add_special_tokens=False`.
 
@@ -64,16 +64,19 @@ class ChatTemplate:
         """
         if not messages:
             raise ValueError("messages is empty: a chat needs at least one message")
+        conversation = {
+            "messages": [_check(i, message) for i, message in enumerate(messages)],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables = variables or {}
+        if taken := sorted(conversation.keys() & variables.keys()):
+            raise ValueError(f"template variables {taken} are given by the request itself: rename or remove them")
         try:
-            return self._template.render(
-                messages=[_check(i, message) for i, message in enumerate(messages)],
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                **{**self._tokens, **variables},
-            )
+            return self._template.render({**self._tokens, **variables, **conversation})
         except _Refusal as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
 
 

@@ -38,7 +38,8 @@ class HfTokenizer(Tokenizer):
         self.vocab_size = backend.get_vocab_size()
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        named = {i for i in (bos_token_id, eos_token_id) if i is not None}
+        self.special_ids = frozenset(named.union(i for i, token in added.items() if token.special))
         self.chat_template = chat_template
         self._backend = backend
         self._byte_level, self.strips_leading_space = _decoder_kind(backend)

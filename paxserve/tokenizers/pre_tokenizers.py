@@ -73,19 +73,23 @@ _KINDS = {
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _CJK,
-            r"\p{N}+",
+            r"\p{N}",  # the model's own tokenizer.json; llama.cpp has \p{N}+, the same for a vocabulary of single digits
         )
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)),
 }
 _ALIASES = {
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), "llama-bpe"),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
-    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "exaone4"), "gpt-2"),
-    "smaug-bpe": "dbrx",
-    "llama4": "gpt-4o",
+    alias: name
+    for name, aliases in {
+        "gpt-2": ("phi-2", "mpt", "olmo", "jais", "exaone4"),
+        "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "jina-v5-nano"),
+        "dbrx": ("smaug-bpe",),
+        "qwen2": ("deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "f2llmv2"),
+        "smollm": ("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        "gpt-4o": ("llama4", "kanana2", "talkie", "minimax-m2"),
+    }.items()
+    for alias in aliases
 }
 
 
