@@ -83,11 +83,11 @@ class GgufReader:
             with self.path.open("rb") as stream:
                 self._file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             self._read_header()
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} does not exist") from error
         except CheckpointError:
             raise
-        except (ValueError, OverflowError, KeyError, struct.error) as error:
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be opened: {error.strerror}") from error
+        except (ValueError, TypeError, LookupError, ArithmeticError, struct.error) as error:
             raise CheckpointError(f"{self.path} has a damaged or cut off GGUF header: {error}") from error
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -143,6 +143,8 @@ class GgufReader:
                 raise CheckpointError(
                     f"tensor {name} in {self.path} is cut off: it ends at byte {end} of {len(self._file)}"
                 )
+            if hf_name(name) in self.tensors:
+                raise CheckpointError(f"tensor {name} is in {self.path} twice")
             self.gguf_names.append(name)
             self.tensors[hf_name(name)], self._offsets[hf_name(name)] = info, data_start + offset
 
@@ -173,6 +175,8 @@ class _Cursor:
             return self.unpack(SCALARS[kind])[0]
         item_id, count = self.unpack("IQ")
         item = GGUFValueType(item_id)
+        if item == GGUFValueType.ARRAY:
+            raise ValueError("arrays of arrays are not supported")
         if item in SCALARS:
             return list(self.unpack(f"{count}{SCALARS[item]}"))
         return [self.value(item_id) for _ in range(count)]

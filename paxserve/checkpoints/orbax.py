@@ -51,7 +51,9 @@ def orbax_config(directory: str | Path) -> ModelConfig:
         if facts["format_version"] != FORMAT_VERSION:
             raise CheckpointError(f"{file} has format_version {facts['format_version']}; supported is {FORMAT_VERSION}")
         return config_from_json(facts["config"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
 
 
@@ -139,8 +141,9 @@ def _restore(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> di
     )
     try:
         return dict(_flat(ocp.PyTreeCheckpointer().restore(directory, args)))
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory} is damaged; restoring {listed(targets)} failed: {error}") from error
+    except Exception as error:  # Orbax wraps what TensorStore raises in a bare Exception
+        cause = error.__cause__ or error
+        raise CheckpointError(f"{directory} is damaged; restoring {listed(targets)} failed: {cause}") from error
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

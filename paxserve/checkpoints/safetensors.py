@@ -85,8 +85,10 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
                 raise CheckpointError(f"{stored}: {end - begin} bytes do not fit shape {entry['shape']}")
             if 8 + header_bytes + end > size:
                 raise CheckpointError(f"{stored} is cut off: it ends at byte {8 + header_bytes + end} of {size}")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} does not exist") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged safetensors header: {error!r}") from error
     return header
