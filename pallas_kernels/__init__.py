@@ -1,7 +1,15 @@
 """Attention over paged KV and the pages' layout: pure functions of arrays that know no model, request or mesh."""
 
 from paxserve.pallas_kernels.api import IMPLEMENTATIONS, paged_attention
-from paxserve.pallas_kernels.layout import copy_pages, gqa_bytes_per_page, gqa_pages_shape, init_gqa_pages, write_pages
+from paxserve.pallas_kernels.layout import (
+    copy_pages,
+    gqa_bytes_per_page,
+    gqa_pages_shape,
+    init_gqa_pages,
+    load,
+    storage_dtype,
+    write_pages,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -9,6 +17,8 @@ __all__ = [
     "gqa_bytes_per_page",
     "gqa_pages_shape",
     "init_gqa_pages",
+    "load",
     "paged_attention",
+    "storage_dtype",
     "write_pages",
 ]

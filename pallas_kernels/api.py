@@ -66,8 +66,8 @@ def paged_attention(
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
-    if jnp.issubdtype(kv_pages.dtype, jnp.integer) and (k_scale is None or v_scale is None):
-        raise ValueError(f"{kv_pages.dtype} pages need k_scale and v_scale")
+    if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
+        raise ValueError("int8 pages need k_scale and v_scale")
     if implementation is None:
         implementation = "xla"
     if implementation not in IMPLEMENTATIONS:

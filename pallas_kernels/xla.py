@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale
+from paxserve.pallas_kernels.layout import Scale, load
 
 CHUNK_KEYS = 128
 
@@ -46,7 +46,7 @@ def paged_attention(
         m, total, acc = carry
         page = first_page[:, None] + i * pages_per_chunk + jnp.arange(pages_per_chunk)  # [tokens, chunk]
         ids = jnp.take_along_axis(tables, page, axis=1, mode="clip")
-        kv = kv_pages.at[ids].get(mode="clip").astype(dtype)  # [tokens, chunk, kv_heads, page_size, 2 * head_dim]
+        kv = load(kv_pages.at[ids].get(mode="clip")).astype(dtype)  # [tokens, chunk, kv_heads, page_size, 2 * head_dim]
         kv = jnp.moveaxis(kv, 2, 1).reshape(tokens, kv_heads, -1, 2 * head_dim)
         key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(tokens, -1)  # [tokens, keys]
         visible = (key >= first_key[:, None]) & (key <= position[:, None])
