@@ -5,24 +5,22 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from paxserve.checkpoints.fill import Targets, fill_params
 from paxserve.checkpoints.reader import CheckpointError, TensorReader, listed
 from paxserve.models.config import ModelConfig
 from paxserve.models.params import abstract_params
 from paxserve.models.weights import TensorSource, tensor_sources
-from paxserve.sharding import named_sharding
 
 # Tensors that are no weights: RoPE frequencies saved by older transformers versions, which follow from the
 # configuration, and the RoPE factors of a GGUF file, which are read into it.
 DERIVED_TENSORS = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
-Path = tuple[Any, ...]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) per axis
 Index = tuple[slice, ...]
 
@@ -40,37 +38,10 @@ def load_params(
     """
     sources = check_tensors(reader, config)
 
-    def load(path: Path, param: nnx.Variable) -> nnx.Variable:
-        per_layer = [sources[name] for name in stored_names(path, param)]
+    def load(targets: Targets) -> dict[str, jax.Array]:
+        return {name: _load_param(reader, sources[name], target) for name, target in targets.items()}
 
-        @functools.cache  # replicas share one copy
-        def read(bounds: Bounds) -> np.ndarray:
-            return _read_block(reader, per_layer, bounds, param)
-
-        def block(index: Index | None) -> np.ndarray:
-            assert index is not None
-            return read(tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True)))
-
-        return param.replace(jax.make_array_from_callback(param.shape, named_sharding(mesh, param.axes), block))
-
-    return map_params(load, abstract_params(make_model)[1])
-
-
-def map_params(fn: Callable[[Path, nnx.Variable], nnx.Variable], state: nnx.State) -> nnx.State:
-    """`fn(path, param)` for every parameter of the state."""
-    return nnx.from_flat_state([(path, fn(path, param)) for path, param in nnx.to_flat_state(state)])
-
-
-def is_stacked(param: nnx.Variable) -> bool:
-    """Whether the parameter holds all layers, with the layer as its first axis."""
-    return param.axes[0] == "layers"
-
-
-def stored_names(path: Path, param: nnx.Variable) -> list[str]:
-    """The parameter's name in the unrolled spelling, or one name per layer if it is stacked."""
-    if not is_stacked(param):
-        return [".".join(map(str, path))]
-    return [".".join(map(str, (path[0], layer, *path[1:]))) for layer in range(param.shape[0])]
+    return fill_params(abstract_params(make_model)[1], mesh, load)
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> dict[str, list[TensorSource]]:
@@ -123,44 +94,39 @@ def _row_chunks(shape: tuple[int, ...], rows: int = 4096) -> Iterator[Index]:
     return ((slice(start, min(start + rows, shape[0])), *rest) for start in range(0, shape[0], rows))
 
 
+def _load_param(reader: TensorReader, sources: list[TensorSource], target: jax.ShapeDtypeStruct) -> jax.Array:
+    """One parameter, put together from its tensors, each shard on its own."""
+
+    @functools.cache  # replicas share one copy
+    def read(bounds: Bounds) -> np.ndarray:
+        return _read_block(reader, sources, bounds, target)
+
+    def shard(index: Index | None) -> np.ndarray:
+        assert index is not None
+        return read(tuple(part.indices(size)[:2] for part, size in zip(index, target.shape, strict=True)))
+
+    return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+
 def _read_block(
-    reader: TensorReader,
-    per_layer: list[list[TensorSource]],
-    bounds: Bounds,
-    param: nnx.Variable,
+    reader: TensorReader, sources: list[TensorSource], bounds: Bounds, target: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    """The part of a parameter within `bounds`, put together from the tensors it is made of."""
-    block = np.empty([stop - start for start, stop in bounds], param.dtype)
-    if not is_stacked(param):
-        (sources,) = per_layer
-        _fill(reader, sources, block, bounds, param.shape)
-    else:
-        for row, layer in enumerate(range(*bounds[0])):
-            _fill(reader, per_layer[layer], block[row], bounds[1:], param.shape[1:])
-    return block
-
-
-def _fill(
-    reader: TensorReader,
-    sources: list[TensorSource],
-    block: np.ndarray,
-    bounds: Bounds,
-    shape: tuple[int, ...],
-) -> None:
-    """Writes what each source has within `bounds` of a parameter of this shape into `block`."""
+    """The part of a parameter within `bounds`: what every source has there."""
+    block = np.empty([stop - start for start, stop in bounds], target.dtype)
     filled = 0
     for source in sources:
-        target, wanted = [], []
-        for place, size, (start, stop) in zip(source.index, shape, bounds, strict=True):
-            first, last, _ = place.indices(size)
+        place, wanted = [], []
+        for taken, size, (start, stop) in zip(source.index, target.shape, bounds, strict=True):
+            first, last, _ = taken.indices(size)
             low, high = max(first, start), min(last, stop)
-            target.append(slice(low - start, high - start))
+            place.append(slice(low - start, high - start))
             wanted.append(slice(low - first, high - first))
         if all(part.start < part.stop for part in wanted):
             values = _read_view(reader, source, tuple(wanted))
-            block[tuple(target)] = values
+            block[tuple(place)] = values
             filled += values.size
     assert filled == block.size, f"{sources[0].path}: {filled} of {block.size} values have a source"
+    return block
 
 
 def _read_view(reader: TensorReader, source: TensorSource, wanted: Index) -> np.ndarray:

@@ -1,0 +1,95 @@
+"""The tree of a model's parameters and the flat, layout-independent names they are stored under.
+
+A checkpoint knows every parameter by its name in the spelling of unrolled layers, "layers.3.attn.qkv.kernel". A model
+with stacked layers has that one at layers.attn.qkv.kernel[3].
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from paxserve.sharding import named_sharding
+
+ParamPath = tuple[Any, ...]
+Targets = dict[str, jax.ShapeDtypeStruct]
+Arrays = dict[ParamPath, jax.Array]
+
+
+def stored_arrays(params: nnx.State) -> dict[str, jax.Array]:
+    """Every parameter by its stored name, stacked layers taken apart."""
+    arrays: dict[str, jax.Array] = {}
+    for path, param in nnx.to_flat_state(params):
+        value = param.get_value()
+        arrays |= zip(_stored_names(path, param), value if _is_stacked(param) else [value], strict=True)
+    return arrays
+
+
+def stored_targets(abstract: nnx.State, mesh: Mesh) -> Targets:
+    """What a model needs by stored name, with shape, dtype and sharding."""
+    return {name: target for path, param in nnx.to_flat_state(abstract) for name, target in _targets(path, param, mesh)}
+
+
+def fill_params(abstract: nnx.State, mesh: Mesh, load: Callable[[Targets], Mapping[str, jax.Array]]) -> nnx.State:
+    """The parameters of a model from `load`, which is asked for some of the stored arrays at a time.
+
+    Stacked layers are loaded one after the other into their place, so that no second copy of the stack ever exists.
+    """
+    whole: dict[str, ParamPath] = {}
+    targets: Targets = {}
+    stacks: dict[Any, dict[ParamPath, nnx.Variable]] = defaultdict(dict)  # by the module whose layers are stacked
+    for path, param in nnx.to_flat_state(abstract):
+        if _is_stacked(param):
+            stacks[path[0]][path] = param
+        else:
+            ((name, targets[name]),) = _targets(path, param, mesh)
+            whole[name] = path
+    loaded = load(targets)
+    arrays = {path: loaded[name] for name, path in whole.items()}
+    for stack in stacks.values():
+        arrays |= _fill_stack(stack, mesh, load)
+    return nnx.from_flat_state([(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(abstract)])
+
+
+def _fill_stack(
+    params: Mapping[ParamPath, nnx.Variable], mesh: Mesh, load: Callable[[Targets], Mapping[str, jax.Array]]
+) -> Arrays:
+    shardings = {path: named_sharding(mesh, param.axes) for path, param in params.items()}
+
+    @functools.partial(jax.jit, out_shardings=shardings)
+    def allocate() -> Arrays:
+        return {path: jnp.zeros(param.shape, param.dtype) for path, param in params.items()}
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+    def insert(stack: Arrays, layer: Arrays, index: int) -> Arrays:
+        return {path: jax.lax.dynamic_update_index_in_dim(stack[path], layer[path], index, 0) for path in stack}
+
+    stack = allocate()
+    for index, layer in enumerate(zip(*(_targets(path, param, mesh) for path, param in params.items()), strict=True)):
+        loaded = load(dict(layer))
+        stack = insert(stack, {path: loaded[name] for path, (name, _) in zip(params, layer, strict=True)}, index)
+    return stack
+
+
+def _targets(path: ParamPath, param: nnx.Variable, mesh: Mesh) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    """(name, what it is loaded as) for everything that is stored of a parameter."""
+    skip = int(_is_stacked(param))
+    sharding = named_sharding(mesh, param.axes[skip:])
+    for name in _stored_names(path, param):
+        yield name, jax.ShapeDtypeStruct(param.shape[skip:], param.dtype, sharding=sharding)
+
+
+def _is_stacked(param: nnx.Variable) -> bool:
+    return param.axes[0] == "layers"
+
+
+def _stored_names(path: ParamPath, param: nnx.Variable) -> list[str]:
+    """The name a parameter is stored under, or one per layer if it is stacked."""
+    if not _is_stacked(param):
+        return [".".join(map(str, path))]
+    return [".".join(map(str, (path[0], layer, *path[1:]))) for layer in range(param.shape[0])]
