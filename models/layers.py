@@ -18,14 +18,26 @@ def project(
     """x and an out-major kernel contracted over all of x's axes but the first, accumulated and returned in float32.
 
     float32 operands are multiplied at full precision (TPUs would otherwise round them to bfloat16).
+
+    XLA:CPU transposes a kernel of more than two axes anew in every call, several times the cost of the product, so there
+    the kernel is viewed as a matrix. Elsewhere its axes are left alone: merging a split axis into one that is not split
+    (gate_up's "mlp") would gather the kernel on every device.
     """
+    return jax.lax.platform_dependent(x, kernel, cpu=_project_as_matrix, default=_contract)
+
+
+def _project_as_matrix(x: Array, kernel: Array) -> Array:
+    outputs, size = kernel.shape[: kernel.ndim - x.ndim + 1], math.prod(x.shape[1:])
+    return _contract(x.reshape(-1, size), kernel.reshape(-1, size)).reshape(-1, *outputs)
+
+
+def _contract(x: Array, kernel: Array) -> Array:
     inputs = x.ndim - 1
-    x_axes = tuple(range(1, x.ndim))
-    kernel_axes = tuple(range(kernel.ndim - inputs, kernel.ndim))
+    x_axes, kernel_axes = range(1, x.ndim), range(kernel.ndim - inputs, kernel.ndim)
     return jax.lax.dot_general(
         x,
         kernel,
-        ((x_axes, kernel_axes), ((), ())),
+        ((tuple(x_axes), tuple(kernel_axes)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

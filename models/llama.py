@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from paxserve.models.batch import AttentionBatch
 from paxserve.models.config import ModelConfig
 from paxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, rope_table
-from paxserve.pallas_kernels import paged_attention, write_pages
+from paxserve.pallas_kernels import gqa_pages_shape, paged_attention, write_pages
 
 # A window wider than any context. Layers without a window use it when layers with different windows share one scan.
 NO_WINDOW = 2**30
 
-KVPages = Float[Array, "layers_pages kv_heads page_size two_head_dim"]
+KVPages = Num[Array, "layers_pages kv_heads page_size two_head_dim"]
 Window = Int[Array, ""] | int | None
 
 
@@ -138,6 +138,11 @@ class Llama(nnx.Module):
         self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(declare, (config.vocab_size,), (config.hidden_size,), ("vocab",), ("embed",))
+
+    @staticmethod
+    def pages_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Shape of the one array that holds every layer's `num_pages` KV pages."""
+        return gqa_pages_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
 
     def __call__(
         self, tokens: Int[Array, "tokens"], kv_pages: KVPages, batch: AttentionBatch

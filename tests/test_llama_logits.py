@@ -35,8 +35,10 @@ class Runner:
         self.graph, self.params = build(self.config, scan_layers, dtype)
         config = self.config
         pages = init_gqa_pages(config.num_layers, NUM_PAGES, config.num_kv_heads, PAGE_SIZE, config.head_dim, dtype)
-        self.pages = jnp.full_like(pages, jnp.nan)  # whatever is read before it is written shows
-        self.step = jax.jit(self._step)
+        nan = jnp.nan if pages.dtype == dtype else 0x7FC0  # bfloat16 pages are stored by bit pattern on CPU
+        self.pages = jnp.full_like(pages, nan)  # whatever is read before it is written shows
+        # Nearly all the time goes into compiling, so LLVM is told not to optimise.
+        self.step = jax.jit(self._step, compiler_options={"xla_backend_optimization_level": 0})
 
     def _step(self, params, tokens, pages, batch):
         model = nnx.merge(self.graph, params)
