@@ -47,9 +47,9 @@ def test_config_survives_json():
     factors = RopeConfig(frequency_factors=(1.0, 0.3, 1 / 3))
     for config in (plain, dataclasses.replace(plain, windows=(None, 8), rope=factors, bos_token_id=None)):
         assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
-    with pytest.raises(CheckpointError, match="unknown ModelConfig fields: flavour"):
+    with pytest.raises(ValueError, match="unknown ModelConfig fields: flavour"):
         config_from_json(config_to_json(plain) | {"flavour": 1})
-    with pytest.raises(CheckpointError, match="missing 1 required positional argument: 'vocab_size'"):
+    with pytest.raises(ValueError, match="missing 1 required positional argument: 'vocab_size'"):
         config_from_json({k: v for k, v in config_to_json(plain).items() if k != "vocab_size"})
 
 
@@ -119,10 +119,12 @@ def test_refuses_damaged_directories(converted):
     with pytest.raises(CheckpointError, match="converted/params is not a readable Orbax checkpoint"):
         load_orbax(converted, llama(config), make_mesh())
     (converted / "model_config.json").write_text('{"format_version": 2, "config": {}}')
-    with pytest.raises(CheckpointError, match=r"model_config\.json has format_version 2; supported is 1"):
+    with pytest.raises(
+        CheckpointError, match=r"model_config\.json cannot be read: .*format_version is 2; supported is 1"
+    ):
         resolve_model(converted)
     (converted / "model_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"model_config\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"model_config\.json cannot be read"):
         resolve_model(converted)
 
 

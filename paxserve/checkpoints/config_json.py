@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-from paxserve.checkpoints.reader import CheckpointError
 from paxserve.models.config import ModelConfig
 
 
@@ -14,20 +13,18 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """The inverse of `config_to_json`. Raises CheckpointError for a field that is unknown or missing."""
+    """The inverse of `config_to_json`. Raises ValueError for a field that is unknown or missing."""
     return _build(ModelConfig, fields)
 
 
 def _build(kind: type, fields: Mapping[str, Any]) -> Any:
     hints = get_type_hints(kind)
     if unknown := fields.keys() - hints.keys():
-        raise CheckpointError(
-            f"unknown {kind.__name__} fields: {', '.join(sorted(unknown))}; written by a newer version?"
-        )
+        raise ValueError(f"unknown {kind.__name__} fields: {', '.join(sorted(unknown))}; written by a newer version?")
     try:
         return kind(**{name: _value(hints[name], value) for name, value in fields.items()})
     except TypeError as error:
-        raise CheckpointError(f"{kind.__name__}: {error}") from error
+        raise ValueError(f"{kind.__name__}: {error}") from error
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -42,12 +42,10 @@ def orbax_config(directory: str | Path) -> ModelConfig:
     try:
         facts = json.loads(file.read_bytes())
         if facts["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(f"{file} has format_version {facts['format_version']}; supported is {FORMAT_VERSION}")
+            raise ValueError(f"format_version is {facts['format_version']}; supported is {FORMAT_VERSION}")
         return config_from_json(facts["config"])
-    except CheckpointError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
 
 
 def load_orbax(directory: str | Path, make_model: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> nnx.State:
