@@ -64,10 +64,11 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    def token(self, position: int) -> int:
-        """The token at a position, or -1 if the host has not seen it yet."""
-        prompt = self.prompt_token_ids
-        if position < len(prompt):
-            return prompt[position]
-        outputs = self.output_token_ids
-        return outputs[position - len(prompt)] if position - len(prompt) < len(outputs) else -1
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start .. end - 1, -1 for those the host has not seen yet."""
+        prompt_len = len(self.prompt_token_ids)
+        known = (
+            self.prompt_token_ids[start:end]
+            + self.output_token_ids[max(start - prompt_len, 0) : max(end - prompt_len, 0)]
+        )
+        return known + [-1] * (end - start - len(known))

@@ -40,10 +40,14 @@ class PlannedRow:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes: rows of one token first, then prefill chunks."""
+    """What one step computes: rows of one token first, then prefill chunks.
+
+    shared: requests that start here behind tokens which another request has computed.
+    """
 
     rows: tuple[PlannedRow, ...]
     preempted: tuple[Request, ...] = ()
+    shared: tuple[Request, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +65,7 @@ class _Draft:
     budget: int
     rows: dict[Request, PlannedRow] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
+    shared: list[Request] = field(default_factory=list)
 
     def drop(self, request: Request) -> None:
         row = self.rows.pop(request, None)
@@ -148,7 +153,7 @@ class Scheduler:
             request.num_pending += row.samples
             if request.first_planned_at is None:
                 request.first_planned_at = now
-        return StepPlan(tuple(rows), tuple(draft.preempted))
+        return StepPlan(tuple(rows), tuple(draft.preempted), tuple(draft.shared))
 
     def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[PlannedRow]:
         """Take in the tokens a plan drew, one per row (any value where the row draws none).
@@ -239,7 +244,7 @@ class Scheduler:
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
             bisect.insort(self._running, request, key=_order)
-            self._share_prompt(request)
+            self._share_prompt(draft, request)
             self._plan_row(draft, request)
 
     def _ready(self, draft: _Draft, request: Request) -> bool:
@@ -250,7 +255,7 @@ class Scheduler:
         row = draft.rows.get(parent)
         return parent.num_computed >= len(request.prompt_token_ids) - 1 and not (row and row.copies)
 
-    def _share_prompt(self, request: Request) -> None:
+    def _share_prompt(self, draft: _Draft, request: Request) -> None:
         """Start a sample from its parent's prompt pages; its last prompt token is computed again, to draw from its logits."""
         parent = request.parent
         if parent is None or parent.status is not Status.RUNNING or request.output_token_ids:
@@ -258,6 +263,7 @@ class Scheduler:
         shared = len(request.prompt_token_ids) - 1
         request.pages = self.pool.share(parent.pages[: self.pool.pages_for(shared)], request.id)
         request.num_computed = shared
+        draft.shared.append(request)
 
     def _preempt(self, draft: _Draft, request: Request) -> None:
         draft.drop(request)

@@ -49,7 +49,7 @@ class FakeDevice:
         return token
 
     def _tokens(self, request: Request) -> list[int]:
-        known = [request.token(position) for position in range(request.num_tokens - request.num_pending)]
+        known = request.tokens(0, request.num_tokens - request.num_pending)
         unseen = range(len(known), request.num_computed)  # a planned row has computed all but the token it draws
         return known + [self.drawn[self._slot(request), position] for position in unseen]
 

@@ -1,0 +1,47 @@
+"""The short, fixed list of shapes that a step is padded to; one program is compiled for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_ROWS = 2
+"""Fewest rows of any step: XLA:CPU takes a slow path for dots with a single row."""
+
+MIN_PREFILL_TOKENS = 64
+"""Below this a step costs the same whatever its size: it reads all the weights once."""
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A step of `tokens` tokens of at most `seqs` sequences; `decode` if each sequence has one token."""
+
+    tokens: int
+    seqs: int
+    decode: bool
+
+    def __str__(self) -> str:
+        return f"decode {self.seqs}" if self.decode else f"mixed {self.tokens}"
+
+
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+    """Decode buckets up to the sequence limit and mixed ones up to the token limit, doubling; smallest first."""
+    decode = [Bucket(n, n, decode=True) for n in _doubling(MIN_ROWS, max_num_seqs)]
+    tokens = _doubling(min(MIN_PREFILL_TOKENS, max_num_batched_tokens), max_num_batched_tokens)
+    mixed = [Bucket(n, max(max_num_seqs, MIN_ROWS), decode=False) for n in tokens]
+    return (*decode, *mixed)
+
+
+def choose_bucket(buckets: Sequence[Bucket], counts: Sequence[int]) -> Bucket:
+    """The smallest bucket for sequences with these numbers of tokens in the step."""
+    decode = all(count == 1 for count in counts)
+    fitting = [b for b in buckets if b.tokens >= sum(counts) and b.seqs >= len(counts) and (decode or not b.decode)]
+    assert fitting, f"no bucket for {sum(counts)} tokens of {len(counts)} sequences"
+    return min(fitting)
+
+
+def _doubling(start: int, end: int) -> list[int]:
+    """start, 2 start, 4 start ... below end, and end."""
+    sizes = []
+    while start < end:
+        sizes.append(start)
+        start *= 2
+    return [*sizes, max(start if not sizes else end, end)]

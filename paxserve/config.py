@@ -1,0 +1,88 @@
+"""The engine's options, as the user gives them and as they are in effect."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from paxserve.models.config import ModelConfig
+from paxserve.pallas_kernels import IMPLEMENTATIONS
+
+CPU_KV_CACHE_BYTES = 2**30
+"""Size of the KV pool on CPU unless num_pages or kv_cache_bytes says otherwise."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM` and of the command line. None means chosen at start; `paxserve info` shows what was chosen.
+
+    model: name of a packaged model, a .gguf file or a directory.
+    dtype: of weights, activations and KV: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    load_format: "auto" reads the checkpoint, "dummy" draws random weights (a config.json is enough).
+    max_model_len: longest sequence, prompt and answer, in tokens; by default the model's, or what the KV pool holds if less.
+    page_size: tokens per KV page.
+    num_pages: pages of the KV pool, the null page included.
+    kv_cache_bytes: size of the pool in bytes instead; by default 1 GiB on CPU, on TPU and GPU what is left of
+        memory_fraction after weights and the largest step.
+    max_num_seqs: sequences advanced together at most (default 32 on CPU, 256 elsewhere).
+    max_num_batched_tokens: tokens per step at most; longer prompts are prefilled in chunks (default 1024 on CPU, else 2048).
+    attention: implementation of paged attention, by name; None picks by platform.
+    scan_layers: one `lax.scan` over stacked layers instead of unrolled ones; None picks by platform (True on TPU).
+    async_scheduling: plan a step while the device still runs the one before it.
+    compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
+    kv_trace: file that every page event is appended to, as JSON lines.
+    seed: for the draws of requests without a seed, and for dummy weights.
+    """
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    page_size: int = 32
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_fraction: float = 0.9
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    attention: str | None = None
+    scan_layers: bool | None = None
+    async_scheduling: bool = True
+    compilation_cache_dir: str | None = "~/.cache/paxserve/xla"
+    kv_trace: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, ("auto", *DTYPES))
+        _choice("load_format", self.load_format, ("auto", "dummy"))
+        _choice("attention", self.attention, (None, *IMPLEMENTATIONS))
+        for name in ("max_model_len", "page_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction}: must be in (0, 1]")
+        if self.num_pages is not None and self.kv_cache_bytes is not None:
+            raise ValueError("num_pages and kv_cache_bytes both set the size of the KV pool; give one of them")
+
+    def resolve(self, model: ModelConfig) -> "EngineConfig":
+        """The same options with everything filled in that follows from the model and the platform.
+
+        What depends on the KV pool (num_pages, max_model_len) is filled in once the pool is sized.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+        max_num_seqs = self.max_num_seqs or (32 if on_cpu else 256)
+        return dataclasses.replace(
+            self,
+            dtype=model.dtype if self.dtype == "auto" else self.dtype,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(1024 if on_cpu else 2048, max_num_seqs),
+            scan_layers=jax.default_backend() == "tpu" if self.scan_layers is None else self.scan_layers,
+        )
+
+
+def _choice(name: str, value: object, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")

@@ -1,0 +1,214 @@
+"""Drawing tokens on the device: penalties, temperature, truncation, logprobs. Rows do not influence each other.
+
+A feature that no row of a step uses is skipped at run time (`lax.cond`), so one program serves every mix; a row that does
+not use it gives the same numbers whether or not it ran.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from paxserve.sampling_params import MAX_LOGPROBS
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seeds",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "prompt_lens",
+        "bias_ids",
+        "bias_values",
+        "wants_logprobs",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Per row of a step: `SamplingParams` as arrays; every field but those explained here carries its meaning over.
+
+    seeds: the two halves of each row's 64-bit seed.
+    prompt_lens: tokens of the prompt, to tell prompt from output in the penalties.
+    bias_ids, bias_values: added to the logits; padding ids are out of the vocabulary.
+    """
+
+    temperature: Float[Array, "seqs"]
+    top_k: Int[Array, "seqs"]
+    top_p: Float[Array, "seqs"]
+    min_p: Float[Array, "seqs"]
+    seeds: UInt32[Array, "seqs 2"]
+    presence_penalty: Float[Array, "seqs"]
+    frequency_penalty: Float[Array, "seqs"]
+    repetition_penalty: Float[Array, "seqs"]
+    prompt_lens: Int[Array, "seqs"]
+    bias_ids: Int[Array, "seqs biases"]
+    bias_values: Float[Array, "seqs biases"]
+    wants_logprobs: Bool[Array, "seqs"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["top_ids", "top_logprobs", "token_logprobs", "token_ranks"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class LogprobsBatch:
+    """Per row: the MAX_LOGPROBS most likely tokens, and the logprob and rank (from 1) of the row's own token."""
+
+    top_ids: Int[Array, "rows top"]
+    top_logprobs: Float[Array, "rows top"]
+    token_logprobs: Float[Array, "rows"]
+    token_ranks: Int[Array, "rows"]
+
+
+def sample(
+    logits: Float[Array, "seqs vocab"],
+    batch: SamplingBatch,
+    history: Int[Array, "seqs context"],
+    context_lens: Int[Array, "seqs"],
+) -> tuple[Int[Array, "seqs"], LogprobsBatch]:
+    """One token per row from float32 logits, and logprobs of the unmodified logits (zeros where no row wants any).
+
+    history: the tokens of each row's sequence, of which the first context_lens count. The drawn token takes position
+    context_lens; draws are keyed by (seed, position) alone.
+    """
+    modified = jax.lax.cond(
+        jnp.any(batch.bias_ids < logits.shape[-1]), _add_bias, lambda logits, batch: logits, logits, batch
+    )
+    penalised = (batch.presence_penalty != 0) | (batch.frequency_penalty != 0) | (batch.repetition_penalty != 1)
+    modified = jax.lax.cond(
+        jnp.any(penalised),
+        _penalise,
+        lambda logits, batch, history, context_lens: logits,
+        modified,
+        batch,
+        history,
+        context_lens,
+    )
+    greedy = jnp.argmax(modified, axis=-1).astype(jnp.int32)
+    tokens = jax.lax.cond(
+        jnp.any(batch.temperature > 0),
+        lambda: jnp.where(batch.temperature > 0, _draw(modified, batch, context_lens), greedy),
+        lambda: greedy,
+    )
+    return tokens, jax.lax.cond(
+        jnp.any(batch.wants_logprobs), logprobs_of, lambda logits, tokens: _no_logprobs(tokens), logits, tokens
+    )
+
+
+def logprobs_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"]) -> LogprobsBatch:
+    """Log-probabilities of the given tokens and of the most likely ones."""
+    top = min(MAX_LOGPROBS, logits.shape[-1])
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top_logprobs, top_ids = jax.lax.top_k(logprobs, top)
+    token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    ranks = 1 + jnp.sum(logprobs > token_logprobs, axis=-1, dtype=jnp.int32)
+    missing = ((0, 0), (0, MAX_LOGPROBS - top))
+    return LogprobsBatch(
+        jnp.pad(top_ids.astype(jnp.int32), missing, constant_values=-1),
+        jnp.pad(top_logprobs, missing, constant_values=-jnp.inf),
+        token_logprobs[:, 0],
+        ranks,
+    )
+
+
+def _no_logprobs(tokens: Int[Array, "rows"]) -> LogprobsBatch:
+    rows = tokens.shape[0]
+    return LogprobsBatch(
+        jnp.zeros((rows, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((rows, MAX_LOGPROBS), jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+    )
+
+
+def _add_bias(logits: Float[Array, "seqs vocab"], batch: SamplingBatch) -> Float[Array, "seqs vocab"]:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, batch.bias_ids].add(batch.bias_values, mode="drop")
+
+
+def _penalise(
+    logits: Float[Array, "seqs vocab"],
+    batch: SamplingBatch,
+    history: Int[Array, "seqs context"],
+    context_lens: Int[Array, "seqs"],
+) -> Float[Array, "seqs vocab"]:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    positions = jnp.arange(history.shape[1])[None]
+    known = positions < context_lens[:, None]
+    generated = known & (positions >= batch.prompt_lens[:, None])
+    counts = jnp.zeros(logits.shape, jnp.float32).at[rows, history].add(generated)
+    seen = jnp.zeros(logits.shape, bool).at[rows, history].max(known)
+
+    repetition = jnp.where(seen, batch.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    return logits - batch.frequency_penalty[:, None] * counts - batch.presence_penalty[:, None] * (counts > 0)
+
+
+def _draw(
+    logits: Float[Array, "seqs vocab"], batch: SamplingBatch, positions: Int[Array, "seqs"]
+) -> Int[Array, "seqs"]:
+    """Temperature, min-p, top-k and top-p in this order (vLLM's), then the Gumbel-max trick."""
+    scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    kept = scaled >= jnp.max(scaled, -1, keepdims=True) + jnp.log(batch.min_p)[:, None]
+    kept = jax.lax.cond(
+        jnp.any(batch.top_k > 0),
+        lambda: kept & _within_top_k(jnp.where(kept, scaled, -jnp.inf), batch.top_k),
+        lambda: kept,
+    )
+    kept = jax.lax.cond(
+        jnp.any(batch.top_p < 1),
+        lambda: kept & _within_top_p(jnp.where(kept, scaled, -jnp.inf), batch.top_p),
+        lambda: kept,
+    )
+    noise = jax.vmap(functools.partial(_gumbel, size=logits.shape[-1]))(batch.seeds, positions)
+    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def _gumbel(seed: UInt32[Array, "2"], position: Int[Array, ""], size: int) -> Float[Array, "size"]:
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (size,), jnp.float32)
+
+
+def _within_top_k(logits: Float[Array, "seqs vocab"], k: Int[Array, "seqs"]) -> Bool[Array, "seqs vocab"]:
+    """Logits not below the k-th largest; k = 0 keeps all."""
+    return _at_least_largest(logits, lambda above: jnp.sum(above, axis=-1) >= k) | (k == 0)[:, None]
+
+
+def _within_top_p(logits: Float[Array, "seqs vocab"], p: Float[Array, "seqs"]) -> Bool[Array, "seqs vocab"]:
+    """The most likely tokens up to and including the one with which their probability reaches p; p = 1 keeps all."""
+    probs = jax.nn.softmax(logits, axis=-1)
+    return _at_least_largest(logits, lambda above: jnp.sum(probs, axis=-1, where=above) >= p) | (p >= 1)[:, None]
+
+
+def _at_least_largest(
+    logits: Float[Array, "seqs vocab"], enough: Callable[[Bool[Array, "seqs vocab"]], Bool[Array, "seqs"]]
+) -> Bool[Array, "seqs vocab"]:
+    """logits >= t for the largest t per row at which `enough(logits >= t)` holds.
+
+    Bisection over the float32 values in their integer order: exact in 32 passes, without sorting the vocabulary.
+    """
+    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # compares like the floats
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+        ok = enough(order >= middle[:, None])
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
+
+    rows = logits.shape[0]
+    low = jnp.full(rows, jnp.iinfo(jnp.int32).min, jnp.int32)
+    high = jnp.full(rows, jnp.iinfo(jnp.int32).max, jnp.int32)
+    threshold, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return order >= threshold[:, None]
