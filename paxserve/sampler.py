@@ -159,8 +159,9 @@ def _draw(
     logits: Float[Array, "seqs vocab"], batch: SamplingBatch, positions: Int[Array, "seqs"]
 ) -> Int[Array, "seqs"]:
     """Temperature, min-p, top-k and top-p in this order (vLLM's), then the Gumbel-max trick."""
-    scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
-    kept = scaled >= jnp.max(scaled, -1, keepdims=True) + jnp.log(batch.min_p)[:, None]
+    below_max = logits - jnp.max(logits, axis=-1, keepdims=True)  # 0 at the top: no temperature makes it overflow
+    scaled = below_max / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    kept = scaled >= jnp.log(batch.min_p)[:, None]
     kept = jax.lax.cond(
         jnp.any(batch.top_k > 0),
         lambda: kept & _within_top_k(jnp.where(kept, scaled, -jnp.inf), batch.top_k),

@@ -4,6 +4,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from engine_models import write_random, write_reciting
+
+from paxserve import LLM
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +25,35 @@ def mistral_data() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("needs the package mistral-common")
     return Path(spec.origin).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory):
+    """Compiled programs, shared by all engines of a run."""
+    return str(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory):
+    """(directory, the same model in numpy) of the random model of engine_models.py."""
+    directory = tmp_path_factory.mktemp("random")
+    return directory, write_random(directory)
+
+
+@pytest.fixture(scope="session")
+def small_engine(xla_cache):
+    """Options of an engine that compiles fast: two decode buckets, and prefill in chunks of 16 tokens."""
+    return {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 8, "compilation_cache_dir": xla_cache}
+
+
+@pytest.fixture(scope="session")
+def random_llm(random_model, small_engine):
+    return LLM(random_model[0], **small_engine)
+
+
+@pytest.fixture(scope="session")
+def reciting_llm(tmp_path_factory, small_engine):
+    """The model of engine_models.py that recites its vocabulary."""
+    directory = tmp_path_factory.mktemp("reciting")
+    write_reciting(directory)
+    return LLM(directory, **small_engine)

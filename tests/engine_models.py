@@ -1,0 +1,55 @@
+"""Two tiny models for whole-engine tests: one random, and one that recites its vocabulary."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from dense_llama import DenseLlama
+from golden.tiny_models import MODELS, weight
+from tiny_checkpoints import hf_config, hf_tensors, write_hf
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from paxserve.models.config_hf import config_from_hf
+from paxserve.models.weights import tensor_sources
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+RECITED = ["<s>", *LETTERS, "Ã", "©", "<x>", *LETTERS.upper(), "</s>", *"0123456789"]  # "Ã©" is byte-level for "é"
+END = RECITED.index("</s>")
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+
+
+def write_random(directory: Path) -> DenseLlama:
+    """Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; no tokenizer."""
+    config = {**MODELS["qwen2_some_windows"], "max_position_embeddings": 128}
+    tensors = {source.name: weight(source.name, source.shape) for source in tensor_sources(config_from_hf(config))}
+    write_hf(directory, config, tensors)
+    return DenseLlama(config, tensors)
+
+
+def write_reciting(directory: Path) -> None:
+    """A Llama that follows each token of its vocabulary by the next: "w" goes on "xyzé<x>ABC…Z</s>012…".
+
+    Attention and MLP add nothing, and the row of a token in lm_head is the embedding of the token before it, so the next
+    token's logit stands far above the others, whatever the temperature.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*RECITED, *(symbol for symbol in alphabet if symbol not in RECITED)]
+    config = hf_config(hidden=64, vocab_size=len(tokens), bos_token_id=0, eos_token_id=END)
+    tensors = hf_tensors(config_from_hf(config))
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = np.zeros_like(tensors[name])
+        elif name.endswith("norm.weight"):
+            tensors[name] = np.ones_like(tensors[name])
+    tensors["lm_head.weight"] = np.roll(tensors["model.embed_tokens.weight"], 1, axis=0)
+    write_hf(directory, config, tensors)
+
+    tokenizer = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "<x>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
