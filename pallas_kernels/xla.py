@@ -40,11 +40,11 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`."""
     tokens, heads, head_dim = q.shape
-    scale = scale if k_scale is None else scale * k_scale
     starts, query_lens = query_starts[:-1], jnp.diff(query_starts)
 
     def attend(q: Array, tables: Array, position: Array) -> Partial:
-        return _attend(q, kv_pages, tables, position, scale=scale, window=window, soft_cap=soft_cap)
+        logit_scale = scale if k_scale is None else scale * k_scale
+        return _attend(q, kv_pages, tables, position, scale=logit_scale, window=window, soft_cap=soft_cap)
 
     is_single = (query_lens == 1) & (context_lens > 0)
     row = jnp.where(is_single, starts, 0)

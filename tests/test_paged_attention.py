@@ -1,0 +1,263 @@
+"""Every implementation of paged attention against the reference, and the reference against plain NumPy."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxserve.pallas_kernels import (
+    IMPLEMENTATIONS,
+    gqa_pages_shape,
+    init_gqa_pages,
+    paged_attention,
+    storage_dtype,
+    write_pages,
+)
+
+FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
+
+
+@functools.cache
+def jitted(static: tuple[str, ...]) -> Any:
+    return jax.jit(paged_attention, static_argnames=static)
+
+
+@dataclass
+class Case:
+    """A ragged batch over shuffled pages. Free pages, free slots and spare block-table entries hold garbage."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    padding: int = 3
+    dtype: Any = jnp.float32
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        d = self.head_dim
+        self.kv = [rng.standard_normal((2, self.kv_heads, c, d)) for c in self.contexts]
+        tokens = sum(self.queries) + self.padding
+        # Rounded to the dtype first: NumPy and the implementations then see the same numbers.
+        self.q = np.asarray(jnp.asarray(rng.standard_normal((tokens, self.heads, d)), self.dtype))
+        self.kv = [np.asarray(jnp.asarray(kv, self.dtype), np.float64) for kv in self.kv]
+        page_counts = [-(-c // self.page_size) for c in self.contexts]
+        num_pages = sum(page_counts) + 4
+        ids = iter(rng.permutation(np.arange(1, num_pages)))
+        pages = np.full(gqa_pages_shape(1, num_pages, self.kv_heads, self.page_size, d), np.nan)
+        self.block_tables = rng.choice([-7, 0, num_pages - 1, 10**6], (len(self.contexts), max(page_counts) + 2))
+        for s, kv in enumerate(self.kv):
+            for j in range(page_counts[s]):
+                page = self.block_tables[s, j] = next(ids)
+                part = kv[:, :, j * self.page_size : (j + 1) * self.page_size]
+                pages[page, :, : part.shape[2]] = np.concatenate([part[0], part[1]], axis=-1)
+        stored = jnp.asarray(pages, self.dtype)
+        as_stored = storage_dtype(self.dtype)
+        self.kv_pages = stored if as_stored == self.dtype else jax.lax.bitcast_convert_type(stored, as_stored)
+        self.context_lens = np.asarray(self.contexts, np.int32)
+        self.query_starts = np.cumsum([0, *self.queries], dtype=np.int32)
+
+    def run(self, implementation: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        options = {"scale": self.head_dim**-0.5, "implementation": implementation} | self.options | options
+        static = tuple(name for name, value in options.items() if not isinstance(value, jax.Array))
+        args = (self.q, self.kv_pages, self.block_tables, self.context_lens, self.query_starts)
+        out, lse = jitted(static)(*args, **options)
+        assert out.dtype == self.dtype
+        assert lse.dtype == jnp.float32
+        return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+    def numpy(self) -> tuple[np.ndarray, np.ndarray]:
+        """Softmax attention in float64, one query token and one head at a time."""
+        out = np.zeros(self.q.shape)
+        lse = np.full(self.q.shape[:2], -np.inf)
+        window, soft_cap = self.options.get("window"), self.options.get("soft_cap")
+        sinks = self.options.get("sinks")
+        for s, kv in enumerate(self.kv):
+            for i in range(self.queries[s]):
+                token = self.query_starts[s] + i
+                end = self.contexts[s] - self.queries[s] + i + 1
+                start = 0 if window is None else max(end - int(window), 0)
+                for h in range(self.heads):
+                    k, v = kv[:, h // (self.heads // self.kv_heads), start:end]
+                    logits = k @ self.q[token, h].astype(np.float64) * self.head_dim**-0.5
+                    if soft_cap is not None:
+                        logits = soft_cap * np.tanh(logits / soft_cap)
+                    total = np.exp(logits).sum() + (0 if sinks is None else np.exp(float(sinks[h])))
+                    out[token, h] = np.exp(logits) / total @ v
+                    lse[token, h] = np.log(total)
+        return out, lse
+
+
+def assert_close(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], atol: float) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, atol=atol, rtol=atol)
+
+
+MIXED = {"queries": (1, 0, 5, 33, 1, 16, 1), "contexts": (1, 0, 5, 49, 16, 17, 70)}
+CASES = {
+    "mixed": Case(**MIXED),
+    "decode": Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0),
+    "decode with padding rows": Case((1, 0, 1, 0), (40, 0, 3, 0), padding=2, options={"max_query_len": 1}),
+    "prefill longer than a tile": Case((150, 70), (150, 90), padding=4),
+    "only padding": Case((0, 0), (0, 0), padding=4),
+    "heads: one kv head, head_dim 64": Case(**MIXED, heads=4, kv_heads=1, head_dim=64),
+    "heads: as many as kv heads, head_dim 80": Case(**MIXED, heads=3, kv_heads=3, head_dim=80),
+    "heads: head_dim 96, page size 8": Case(**MIXED, heads=9, kv_heads=3, head_dim=96, page_size=8),
+    "heads: head_dim 128, page size 64": Case(**MIXED, heads=4, kv_heads=2, head_dim=128, page_size=64),
+    "window of one": Case(**MIXED, options={"window": jnp.int32(1)}),
+    "window within a page": Case(**MIXED, options={"window": jnp.int32(7)}),
+    "window over pages": Case(**MIXED, options={"window": jnp.int32(37)}),
+    "window static": Case(**MIXED, options={"window": 20}),
+    "soft cap": Case(**MIXED, options={"soft_cap": 0.7}),
+    "sinks": Case(**MIXED, options={"sinks": jnp.linspace(-4.0, 4.0, 6)}),
+    "everything": Case(**MIXED, options={"window": jnp.int32(9), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}),
+}
+
+
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_numpy(case: Case, implementation: str) -> None:
+    assert_close(case.run(implementation), case.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", FAST)
+class TestAgainstReference:
+    """The base that every fast implementation passes."""
+
+    def test_bfloat16(self, implementation: str) -> None:
+        case = Case(**MIXED, dtype=jnp.bfloat16, head_dim=64)
+        out, lse = case.run(implementation)
+        expected, expected_lse = case.run("reference")
+        assert np.abs(out - expected).max() < 2**-6
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
+
+    def test_int8_pages(self, implementation: str) -> None:
+        case = Case(**MIXED, dtype=jnp.float32)
+        k_scale, v_scale = jnp.float32(0.03), jnp.float32(0.05)
+        case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        result = case.run(implementation, **scales)
+        assert_close(result, case.run("reference", **scales), atol=2e-5)
+        d = case.head_dim
+        case.kv_pages = jnp.concatenate([case.kv_pages[..., :d] * k_scale, case.kv_pages[..., d:] * v_scale], axis=-1)
+        assert_close(result, case.run("reference"), atol=2e-5)
+
+    def test_one_promised_query_token_changes_nothing(self, implementation: str) -> None:
+        case = CASES["decode"]
+        assert_close(case.run(implementation, max_query_len=1), case.run(implementation), atol=1e-6)
+
+    def test_result_does_not_depend_on_batch_mates(self, implementation: str) -> None:
+        together = Case((3, 1, 40), (20, 300, 60))
+        out, lse = together.run(implementation)
+        for s in range(3):
+            alone = Case((3, 1, 40), (20, 300, 60))
+            keep = np.arange(3) == s
+            alone.context_lens = np.where(keep, alone.context_lens, 0)
+            rows = slice(*together.query_starts[s : s + 2])
+            alone_out, alone_lse = alone.run(implementation)
+            assert_close((alone_out[rows], alone_lse[rows]), (out[rows], lse[rows]), atol=1e-6)
+            others = np.delete(np.arange(len(lse)), rows)
+            assert not alone_out[others].any()
+            assert np.isneginf(alone_lse[others]).all()
+
+    def test_halves_merge_by_lse(self, implementation: str) -> None:
+        """A query over keys 0:32 and the same query over keys 32:64, merged, is the query over keys 0:64."""
+        case = Case((1, 1), (64, 64), padding=0)
+        out, lse = case.run(implementation)
+        case.context_lens = np.asarray([32, 32], np.int32)
+        first, first_lse = case.run(implementation)
+        case.block_tables = np.roll(case.block_tables, -2, axis=1)
+        second, second_lse = case.run(implementation)
+        merged_lse = np.logaddexp(first_lse, second_lse)
+        merged = first * np.exp(first_lse - merged_lse)[..., None] + second * np.exp(second_lse - merged_lse)[..., None]
+        assert_close((merged, merged_lse), (out, lse), atol=1e-5)
+
+    def test_window_does_not_read_pages_before_it(self, implementation: str) -> None:
+        """The engine frees pages a window has left: their block-table entries then point anywhere."""
+        case = Case((1, 4), (100, 90), options={"window": jnp.int32(20)})
+        expected = case.run(implementation)
+        case.block_tables[0, : (100 - 20) // 16] = 10**6
+        case.block_tables[1, : (90 - 4 + 1 - 20) // 16] = -1
+        assert_close(case.run(implementation), expected, atol=0)
+
+    @settings(max_examples=8, deadline=None)
+    @given(
+        rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=4),
+        window=st.none() | st.integers(1, 70),
+        seed=st.integers(0, 99),
+    )
+    def test_drawn_batches(
+        self, implementation: str, rows: list[tuple[int, int]], window: int | None, seed: int
+    ) -> None:
+        queries = tuple(query for query, _ in rows)
+        contexts = tuple(query + before if query else 0 for query, before in rows)
+        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, options={"window": window})
+        case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 9 - case.block_tables.shape[1])))
+        case.kv_pages = jnp.pad(case.kv_pages, ((0, 40 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
+        if window is not None:
+            case.options["window"] = jnp.int32(window)
+        assert_close(case.run(implementation), case.run("reference"), atol=1e-5)
+
+
+def test_temporaries_do_not_grow_with_the_pool() -> None:
+    """A chain of writes and reads updates the donated pages in place and gathers a chunk at a time."""
+    kv_pages = jax.eval_shape(lambda: init_gqa_pages(2, 4096, 2, 16, 64, jnp.bfloat16))
+
+    def step(kv_pages: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, starts: jax.Array) -> Any:
+        for layer in range(2):
+            page = tables[:, 0] + layer * 4096
+            kv_pages = write_pages(kv_pages, q[:, :2], q[:, :2], page, lens - 1)
+            q = paged_attention(
+                q, kv_pages, tables + layer * 4096, lens, starts, scale=0.125, max_query_len=1, implementation="xla"
+            )[0]
+        return kv_pages, q
+
+    args = (
+        kv_pages,
+        jax.ShapeDtypeStruct((4, 6, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 1024), jnp.int32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
+    )
+    memory: Any = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
+    pool_bytes = kv_pages.size * 2
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementation": "flash"}, "unknown attention implementation 'flash'"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive"),
+        ({"sinks": jnp.zeros(5)}, "one logit per query head"),
+        ({"max_query_len": 0}, "max_query_len must be at least 1"),
+        ({"q": jnp.zeros((4, 5, 16))}, "not a multiple of 2 kv heads"),
+        ({"q": jnp.zeros((4, 6, 8))}, "do not fit K and V of head_dim 8"),
+        ({"q": jnp.zeros((4, 96))}, "expected q"),
+        ({"context_lens": jnp.zeros(2, jnp.int32)}, "1 block tables need"),
+        ({"kv_pages": jnp.zeros((3, 2, 16, 32), jnp.int8)}, "need k_scale and v_scale"),
+    ],
+)
+def test_user_errors(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "q": jnp.zeros((4, 6, 16)),
+        "kv_pages": jnp.zeros((3, 2, 16, 32)),
+        "block_tables": jnp.zeros((1, 2), jnp.int32),
+        "context_lens": jnp.ones(1, jnp.int32),
+        "query_starts": jnp.zeros(2, jnp.int32),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(arguments | changes))

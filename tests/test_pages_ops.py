@@ -1,0 +1,127 @@
+"""Page shapes, writes and copies, against plain NumPy indexing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxserve.pallas_kernels import (
+    copy_pages,
+    gqa_bytes_per_page,
+    gqa_pages_shape,
+    init_gqa_pages,
+    load,
+    paged_attention,
+    storage_dtype,
+    write_pages,
+)
+
+LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 3, 5, 2, 4, 8
+SIZES = (LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+
+
+def random_kv(tokens: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((2, tokens, KV_HEADS, HEAD_DIM)).astype(np.float32)
+
+
+def test_layout() -> None:
+    assert gqa_pages_shape(*SIZES) == (15, 2, 4, 16)
+    assert gqa_bytes_per_page(LAYERS, KV_HEADS, PAGE_SIZE, HEAD_DIM, jnp.bfloat16) == 3 * 2 * 4 * 16 * 2
+    assert init_gqa_pages(*SIZES, jnp.bfloat16).nbytes == PAGES * 3 * 2 * 4 * 16 * 2
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        gqa_pages_shape(1, 1, 1, 0, 1)
+
+
+def test_bfloat16_is_stored_as_bits_on_cpu_only() -> None:
+    assert storage_dtype(jnp.bfloat16, "cpu") == jnp.uint16
+    assert storage_dtype(jnp.bfloat16, "tpu") == jnp.bfloat16
+    assert storage_dtype(jnp.float32, "cpu") == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_write_pages(dtype: jnp.dtype) -> None:
+    k, v = random_kv(6)
+    token_pages = np.array([7, 7, 9, 5, 5, 5])  # of layer 1: pages 2, 2, 4 and three padding tokens
+    token_offsets = np.array([2, 3, 0, 0, 0, 0])
+    before = init_gqa_pages(*SIZES, dtype)
+    pages = jax.jit(write_pages)(before, jnp.asarray(k, dtype), jnp.asarray(v, dtype), token_pages, token_offsets)
+    assert pages.dtype == before.dtype
+    values = np.asarray(load(pages), np.float32)
+    expected = np.zeros_like(values)
+    for t in range(3):
+        expected[token_pages[t], :, token_offsets[t]] = np.concatenate([k[t], v[t]], axis=-1)
+    null_page = 5
+    others = np.arange(len(values)) != null_page
+    np.testing.assert_allclose(values[others], expected[others], rtol=0 if dtype == jnp.float32 else 2**-8)
+    assert not values[null_page, :, 1:].any()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.int8, 0.5), (jnp.float8_e4m3fn, 16)])
+def test_quantised_pages_keep_values_within_half_a_step(dtype: jnp.dtype, bound: float) -> None:
+    k, v = random_kv(4)
+    k_scale, v_scale = np.float32(np.abs(k).max() / 127), np.float32(np.abs(v).max() / 127)
+    token_pages, token_offsets = np.full(4, 1), np.arange(4)
+    pages = write_pages(
+        init_gqa_pages(1, 3, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype),
+        *map(jnp.asarray, (k, v, token_pages, token_offsets)),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    stored = np.asarray(pages[1], np.float32).swapaxes(0, 1)  # [slots, kv_heads, 2 * head_dim]
+    expected = np.concatenate([k / k_scale, v / v_scale], axis=-1)
+    assert np.abs(stored - expected).max() <= bound * (1 + 1e-5)
+
+    q = jnp.asarray(k[3:4])
+    attend = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
+    table, context_lens, query_starts = np.ones((1, 1), np.int32), np.array([4]), np.array([0, 1])
+    out, _ = attend(
+        q,
+        pages,
+        table,
+        context_lens,
+        query_starts,
+        scale=1.0,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        implementation="reference",
+    )
+    weights = np.exp(np.einsum("hd,thd->ht", k[3], k))
+    exact = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out[0], exact, atol=0.05 if dtype == jnp.int8 else 0.3)
+
+
+def test_quantised_writes_saturate() -> None:
+    k = jnp.full((1, KV_HEADS, HEAD_DIM), 1e6)
+    one = jnp.ones(1, jnp.int32)
+    for dtype, limit in ((jnp.int8, 127), (jnp.float8_e4m3fn, 448)):
+        pages = init_gqa_pages(1, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype)
+        pages = write_pages(pages, k, -k, one, one, k_scale=1.0, v_scale=1.0)
+        assert float(pages[1, 0, 1, 0]) == limit
+        assert float(pages[1, 0, 1, -1]) == -limit
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_copy_pages_copies_every_layer_and_reads_before_it_writes(dtype: jnp.dtype) -> None:
+    shape = gqa_pages_shape(*SIZES)
+    before = jnp.arange(np.prod(shape)).reshape(shape).astype(storage_dtype(dtype))
+    src, dst = np.array([2, 3, 0, 0]), np.array([3, 4, 0, 0])
+    after = jax.jit(copy_pages, static_argnames="num_layers")(before, src, dst, num_layers=LAYERS)
+    expected = np.array(before).reshape(LAYERS, PAGES, *shape[1:])
+    expected[:, [3, 4]] = expected[:, [2, 3]]
+    np.testing.assert_array_equal(np.asarray(after).reshape(expected.shape), expected)
+
+
+def test_user_errors() -> None:
+    pages = init_gqa_pages(*SIZES, jnp.float32)
+    k = jnp.zeros((2, KV_HEADS, HEAD_DIM))
+    ids = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="must both be"):
+        write_pages(pages, k, k[:1], ids, ids)
+    with pytest.raises(ValueError, match="token_offsets"):
+        write_pages(pages, k, k, ids, ids[:1])
+    with pytest.raises(ValueError, match="int8 pages need"):
+        write_pages(pages.astype(jnp.int8), k, k, ids, ids)
+    with pytest.raises(ValueError, match="num_layers=2"):
+        copy_pages(pages, ids, ids, num_layers=2)
+    with pytest.raises(ValueError, match="one length"):
+        copy_pages(pages, ids, ids[:1], num_layers=LAYERS)
