@@ -1,0 +1,1 @@
+"""Measuring: fixed workloads, what the machine allows at best, and other engines beside ours."""
