@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Num
 from paxserve.pallas_kernels.layout import Scale, load
 
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
-CHUNK_BYTES = 2**21  # of gathered pages: they stay in a CPU's L2 cache between the two dots
+CHUNK_BYTES = 2**22  # of gathered pages, at most: two cores' L2 caches keep them between the two dots
 CHUNK_KEYS = 256  # at most, so that short contexts do not pay for long chunks
 FEW_ROWS = 32  # query rows per KV head up to which reading K and V outweighs arithmetic
 
@@ -134,7 +134,9 @@ def _attend(
     end_page = position.max(1) // page_size + 1  # [seqs]
     first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, first[:, ::group]).min(1) // page_size
     key_bytes = seqs * kv_heads * kv_pages.shape[3] * kv_pages.dtype.itemsize
-    chunk_keys = min(max(CHUNK_BYTES // key_bytes, 1), CHUNK_KEYS)
+    chunk_keys = CHUNK_KEYS
+    while chunk_keys > 1 and chunk_keys * key_bytes > CHUNK_BYTES:
+        chunk_keys //= 2
     chunk_pages = min(max(chunk_keys // page_size, 1), tables.shape[1])
     chunks = -(-jnp.maximum(end_page - first_page, 0).max() // chunk_pages)
 

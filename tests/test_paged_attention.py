@@ -147,7 +147,6 @@ class TestAgainstReference:
         case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         result = case.run(implementation, **scales)
-        assert_close(result, case.run("reference", **scales), atol=2e-5)
         d = case.head_dim
         case.kv_pages = jnp.concatenate([case.kv_pages[..., :d] * k_scale, case.kv_pages[..., d:] * v_scale], axis=-1)
         assert_close(result, case.run("reference"), atol=2e-5)
@@ -193,19 +192,15 @@ class TestAgainstReference:
     @settings(max_examples=8, deadline=None)
     @given(
         rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=4),
-        window=st.none() | st.integers(1, 70),
+        window=st.integers(1, 90),
         seed=st.integers(0, 99),
     )
-    def test_drawn_batches(
-        self, implementation: str, rows: list[tuple[int, int]], window: int | None, seed: int
-    ) -> None:
+    def test_drawn_batches(self, implementation: str, rows: list[tuple[int, int]], window: int, seed: int) -> None:
         queries = tuple(query for query, _ in rows)
         contexts = tuple(query + before if query else 0 for query, before in rows)
-        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, options={"window": window})
+        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, options={"window": jnp.int32(window)})
         case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 9 - case.block_tables.shape[1])))
         case.kv_pages = jnp.pad(case.kv_pages, ((0, 40 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
-        if window is not None:
-            case.options["window"] = jnp.int32(window)
         assert_close(case.run(implementation), case.run("reference"), atol=1e-5)
 
 
