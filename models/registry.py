@@ -1,14 +1,12 @@
 """Which model class implements an architecture."""
 
-from flax import nnx
-
 from paxserve.models.config import ModelConfig
 from paxserve.models.llama import Llama
 
-MODELS: dict[str, type[nnx.Module]] = {"llama": Llama, "mistral": Llama, "qwen2": Llama, "qwen3": Llama}
+MODELS: dict[str, type[Llama]] = {"llama": Llama, "mistral": Llama, "qwen2": Llama, "qwen3": Llama}
 
 
-def model_class(config: ModelConfig) -> type[nnx.Module]:
+def model_class(config: ModelConfig) -> type[Llama]:
     """The class for `config.architecture`. Raises NotImplementedError if there is none."""
     if config.architecture not in MODELS:
         raise NotImplementedError(

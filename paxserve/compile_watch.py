@@ -38,7 +38,7 @@ def _listen() -> None:
             _listening = True
 
 
-def _on_event(event: str, duration: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: object) -> None:
     watch = getattr(_watchers, "current", None)
     if event == _EVENT and watch is not None:
         watch.count += 1

@@ -1,16 +1,9 @@
 """The engine's options, as the user gives them and as they are in effect."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
-from paxserve.models.config import ModelConfig
 from paxserve.pallas_kernels import IMPLEMENTATIONS
-
-CPU_KV_CACHE_BYTES = 2**30
-"""Size of the KV pool on CPU unless num_pages or kv_cache_bytes says otherwise."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,20 +60,26 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise ValueError("num_pages and kv_cache_bytes both set the size of the KV pool; give one of them")
 
-    def resolve(self, model: ModelConfig) -> "EngineConfig":
-        """The same options with everything filled in that follows from the model and the platform.
 
-        What depends on the KV pool (num_pages, max_model_len) is filled in once the pool is sized.
-        """
-        on_cpu = jax.default_backend() == "cpu"
-        max_num_seqs = self.max_num_seqs or (32 if on_cpu else 256)
-        return dataclasses.replace(
-            self,
-            dtype=model.dtype if self.dtype == "auto" else self.dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens or max(1024 if on_cpu else 2048, max_num_seqs),
-            scan_layers=jax.default_backend() == "tpu" if self.scan_layers is None else self.scan_layers,
-        )
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The sizes in effect, which fix the shapes of everything on the device."""
+
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of a block table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool holds in all; the null page holds none."""
+        return (self.num_pages - 1) * self.page_size
 
 
 def _choice(name: str, value: object, choices: tuple) -> None:

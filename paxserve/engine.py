@@ -15,8 +15,9 @@ from paxserve.model_source import ModelSource, resolve_model
 from paxserve.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from paxserve.pack import biases
 from paxserve.pages import PagePool
+from paxserve.programs import PROMPT_LOGPROB_ROWS, Progress
 from paxserve.request import Request
-from paxserve.runner import PROMPT_LOGPROB_ROWS, InFlight, Progress, Runner
+from paxserve.runner import InFlight, Runner
 from paxserve.sampling_params import MAX_BIASED_TOKENS, SamplingParams
 from paxserve.scheduler import PlannedRow, Scheduler, SchedulerConfig
 from paxserve.sequence_output import SequenceOutput, token_logprobs
@@ -48,15 +49,13 @@ class Engine:
         self.source: ModelSource = resolve_model(config.model)
         self.tokenizer = self.source.tokenizer
         self.runner = Runner(self.source, config, progress)
-        self.config = config = self.runner.config
+        self.config = config
+        self.limits = self.runner.limits
         self.stats = EngineStats()
         self._trace, self._close_trace = open_trace(config.kv_trace)
-        assert config.num_pages is not None
-        assert config.max_num_seqs is not None
-        assert config.max_model_len is not None
-        pool = PagePool(config.num_pages, config.page_size, self._trace)
+        pool = PagePool(self.limits.num_pages, self.limits.page_size, self._trace)
         buckets = tuple(sorted({bucket.tokens for bucket in self.runner.buckets}))
-        self.scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_model_len, buckets), pool)
+        self.scheduler = Scheduler(SchedulerConfig(self.limits.max_num_seqs, self.limits.max_model_len, buckets), pool)
         self._groups: dict[str, _Group] = {}
         self._owners: dict[Request, tuple[_Group, SequenceOutput]] = {}
         self._in_flight: deque[tuple[InFlight, float]] = deque()

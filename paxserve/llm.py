@@ -1,7 +1,7 @@
 """`LLM`: text from a model in one call, named and shaped as vLLM users know it."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from paxserve.config import EngineConfig
@@ -60,7 +60,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """The same, giving each request's output whenever it grew (the same object each time, with more in it).
 
         Leaving the iterator early aborts what is unfinished.
@@ -81,7 +81,7 @@ class LLM:
 
         chat_template: Jinja source; by default the model's own. Raises ValueError if there is none.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [
             {"prompt_token_ids": self.chat_token_ids(conversation, chat_template, add_generation_prompt)}
             for conversation in conversations
@@ -122,7 +122,7 @@ class LLM:
             raise
         return ids
 
-    def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
+    def _run(self, ids: set[str]) -> Generator[RequestOutput, None, None]:
         unfinished = set(ids)
         try:
             while unfinished:

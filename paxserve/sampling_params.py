@@ -76,7 +76,7 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _require(all(self.stop), "stop", self.stop, "non-empty strings")
+        _require(all(self.stop or ()), "stop", self.stop, "non-empty strings")
         _require(self.detokenize or not self.stop, "stop", self.stop, "used with detokenize=True only")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def prompt_logprobs(
     return logprobs_of(_model(spec, params).logits(hidden[indices]), targets)
 
 
-def _model(spec: StepSpec, params: tuple[Array, ...]) -> nnx.Module:
+def _model(spec: StepSpec, params: tuple[Array, ...]) -> Any:
     return nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
 
 

@@ -1,0 +1,70 @@
+"""How large the KV pool is, and with it everything else on the device."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from paxserve.config import EngineConfig, Limits
+from paxserve.models.config import ModelConfig
+from paxserve.models.registry import model_class
+
+CPU_KV_CACHE_BYTES = 2**30
+"""Size of the KV pool on CPU unless the options say otherwise."""
+
+
+def bytes_per_page(model: ModelConfig, page_size: int, dtype: str) -> int:
+    """KV bytes of one page over all layers."""
+    return math.prod(model_class(model).pages_shape(model, 1, page_size)) * jnp.dtype(dtype).itemsize
+
+
+def size_limits(
+    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device, step_bytes: Callable[[Limits], int]
+) -> Limits:
+    """The sizes in effect on a device.
+
+    step_bytes: device bytes that the largest step needs, weights and a pool of the given limits included; asked only where
+    the pool takes what is left of the device's memory.
+    Raises ValueError if the pool cannot hold one sequence of max_model_len.
+    """
+    on_cpu = device.platform == "cpu"
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len}: the model's context ends at {model.max_position_embeddings} tokens"
+        )
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    limits = Limits(
+        page_size=config.page_size,
+        num_pages=config.num_pages or 2,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(1024 if on_cpu else 2048, max_num_seqs),
+    )
+    if config.num_pages is None:
+        page = bytes_per_page(model, config.page_size, dtype)
+        if config.kv_cache_bytes is not None:
+            pool = config.kv_cache_bytes
+        elif on_cpu:
+            pool = CPU_KV_CACHE_BYTES
+        else:
+            # The largest step's needs beside the pool do not depend on the pool's size: ask with the smallest one.
+            memory = int((device.memory_stats() or {})["bytes_limit"] * config.memory_fraction)
+            pool = memory - step_bytes(limits) + limits.num_pages * page
+        usable = max_num_seqs * limits.pages_per_seq + 1
+        limits = replace(limits, num_pages=min(pool // page, usable))
+    if limits.num_pages < 2:
+        raise ValueError(
+            f"the KV pool would have {limits.num_pages} pages of {config.page_size} tokens; it needs at least 2, as the "
+            "first one is the null page: give it more memory (num_pages, kv_cache_bytes), or lower page_size"
+        )
+    if config.max_model_len is None:
+        return replace(limits, max_model_len=min(max_model_len, limits.pool_tokens))
+    if limits.pool_tokens < max_model_len:
+        raise ValueError(
+            f"the KV pool of {limits.num_pages} pages holds {limits.pool_tokens} tokens, less than "
+            f"max_model_len={max_model_len}: lower max_model_len, or raise num_pages or kv_cache_bytes"
+        )
+    return limits
