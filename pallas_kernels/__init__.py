@@ -1,6 +1,6 @@
 """Attention over paged KV and the pages' layout: pure functions of arrays that know no model, request or mesh."""
 
-from paxserve.pallas_kernels.api import IMPLEMENTATIONS, paged_attention
+from paxserve.pallas_kernels.api import IMPLEMENTATIONS, choose_implementation, paged_attention
 from paxserve.pallas_kernels.layout import (
     copy_pages,
     gqa_bytes_per_page,
@@ -13,6 +13,7 @@ from paxserve.pallas_kernels.layout import (
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "choose_implementation",
     "copy_pages",
     "gqa_bytes_per_page",
     "gqa_pages_shape",

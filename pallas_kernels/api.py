@@ -68,11 +68,7 @@ def paged_attention(
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    if implementation is None:
-        implementation = "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation](
+    return IMPLEMENTATIONS[choose_implementation(implementation)](
         q,
         kv_pages,
         block_tables,
@@ -86,3 +82,12 @@ def paged_attention(
         v_scale=v_scale,
         max_query_len=max_query_len,
     )
+
+
+def choose_implementation(implementation: str | None) -> str:
+    """The implementation in effect. Raises ValueError for an unknown one."""
+    if implementation is None:
+        return "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    return implementation
