@@ -4,6 +4,7 @@ A pre-norm decoder: RMSNorm, grouped-query attention (MHA and MQA are its two en
 gated MLP. What tells the families apart is `ModelConfig`: biases, norms of q and k, sliding windows, RoPE scaling.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -171,7 +172,8 @@ class Llama(nnx.Module):
         self, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
     ) -> tuple[Float[Array, "tokens embed"], KVPages]:
         for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            x, kv_pages = layer(x, kv_pages, batch, rope, index, window)
+            graph, params = nnx.split(layer)
+            x, kv_pages = _run_layer(graph, window, params, x, kv_pages, batch, rope, jnp.int32(index))
         return x, kv_pages
 
     def _scanned(
@@ -192,3 +194,18 @@ class Llama(nnx.Module):
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         (x, kv_pages), _ = jax.lax.scan(body, (x, kv_pages), (stacked, indices, stacked_windows))
         return x, kv_pages
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_layer(
+    graph: nnx.GraphDef,
+    window: int | None,
+    params: nnx.State,
+    x: Array,
+    kv_pages: KVPages,
+    batch: AttentionBatch,
+    rope: RopeTable,
+    layer: Int[Array, ""],
+) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    """A layer as a function of its parameters and number, so that layers alike are traced once."""
+    return nnx.merge(graph, params)(x, kv_pages, batch, rope, layer, window)

@@ -23,10 +23,14 @@ class Bucket:
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Decode buckets up to the sequence limit and mixed ones up to the token limit, doubling; smallest first."""
-    decode = [Bucket(n, n, decode=True) for n in _doubling(MIN_ROWS, max_num_seqs)]
-    tokens = _doubling(min(MIN_PREFILL_TOKENS, max_num_batched_tokens), max_num_batched_tokens)
-    mixed = [Bucket(n, max(max_num_seqs, MIN_ROWS), decode=False) for n in tokens]
+    """Decode buckets up to the sequence limit and mixed ones up to the token limit, smallest first.
+
+    Few mixed sizes are enough: the scheduler fills a bucket and leaves the rest of a prefill to the next step. Below 8 rows
+    a decode step costs about the same whatever its size.
+    """
+    max_seqs, max_tokens = max(max_num_seqs, MIN_ROWS), max(max_num_batched_tokens, MIN_ROWS)
+    decode = [Bucket(n, n, decode=True) for n in sorted({MIN_ROWS, *_growing(8, max_seqs, 2)})]
+    mixed = [Bucket(n, max_seqs, decode=False) for n in _growing(MIN_PREFILL_TOKENS, max_tokens, 4)]
     return (*decode, *mixed)
 
 
@@ -38,10 +42,10 @@ def choose_bucket(buckets: Sequence[Bucket], counts: Sequence[int]) -> Bucket:
     return min(fitting)
 
 
-def _doubling(start: int, end: int) -> list[int]:
-    """start, 2 start, 4 start ... below end, and end."""
+def _growing(start: int, end: int, factor: int) -> list[int]:
+    """start, start * factor, ... below end, and end."""
     sizes = []
     while start < end:
         sizes.append(start)
-        start *= 2
-    return [*sizes, max(start if not sizes else end, end)]
+        start *= factor
+    return [*sizes, end]

@@ -33,11 +33,13 @@ Progress = Callable[[str, int, int], None]
 class Programs:
     """The compiled programs of an engine.
 
-    steps: by bucket. prompt_logprobs: by the tokens of the step whose hidden states it reads.
+    steps: by bucket.
+    take_rows: by the tokens of a step, PROMPT_LOGPROB_ROWS rows of its hidden states for `prompt_logprobs`.
     """
 
     steps: dict[Bucket, jax.stages.Compiled]
-    prompt_logprobs: dict[int, jax.stages.Compiled]
+    take_rows: dict[int, jax.stages.Compiled]
+    prompt_logprobs: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
     set_history: jax.stages.Compiled
 
@@ -97,9 +99,11 @@ class ProgramBuilder:
         for bucket in sorted(buckets, reverse=True):  # the longest compilations first
             jobs[bucket] = functools.partial(self.lower_step, bucket, limits)
         prompt = jax.jit(functools.partial(prompt_logprobs, self._spec))
+        taken = self._shape((PROMPT_LOGPROB_ROWS, self.model.hidden_size), self.dtype)
+        jobs["prompt_logprobs"] = functools.partial(prompt.lower, self.params, taken, rows)
         for tokens in {bucket.tokens for bucket in buckets}:
             hidden = self._shape((tokens, self.model.hidden_size), self.dtype)
-            jobs[tokens] = functools.partial(prompt.lower, self.params, hidden, rows, rows)
+            jobs[tokens] = functools.partial(jax.jit(_take_rows).lower, hidden, rows)
         copy = jax.jit(functools.partial(_copy_pages, num_layers=self.model.num_layers), donate_argnums=0)
         pairs = self._shape((limits.max_num_seqs,), jnp.int32)
         jobs["copy_pages"] = functools.partial(copy.lower, state, pairs, pairs)
@@ -115,13 +119,18 @@ class ProgramBuilder:
                 progress("compiling", len(programs), len(jobs))
         return Programs(
             steps={bucket: programs[bucket] for bucket in buckets},
-            prompt_logprobs={bucket.tokens: programs[bucket.tokens] for bucket in buckets},
+            take_rows={bucket.tokens: programs[bucket.tokens] for bucket in buckets},
+            prompt_logprobs=programs["prompt_logprobs"],
             copy_pages=programs["copy_pages"],
             set_history=programs["set_history"],
         )
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+
+def _take_rows(hidden: jax.Array, indices: jax.Array) -> jax.Array:
+    return hidden[indices]
 
 
 def _copy_pages(state: DeviceState, src: jax.Array, dst: jax.Array, *, num_layers: int) -> DeviceState:

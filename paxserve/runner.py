@@ -13,6 +13,7 @@ from paxserve.buckets import Bucket, choose_bucket
 from paxserve.compile_watch import CompileWatch
 from paxserve.config import EngineConfig
 from paxserve.model_source import ModelSource
+from paxserve.models.config import ModelConfig
 from paxserve.pack import pack, pack_sampling, sampling_key
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
@@ -34,6 +35,18 @@ class InFlight:
     prompt_logprobs: dict[PlannedRow, list[LogprobsBatch]]
 
 
+def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -> ProgramBuilder:
+    """The builder of an engine's programs, with what the options leave open decided by the model and the platform."""
+    return ProgramBuilder(
+        model,
+        make_mesh(devices=[device]),
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
+        page_size=config.page_size,
+        attention=config.attention,
+    )
+
+
 class Runner:
     """Runs plans. Everything is compiled at construction; a compilation after that is counted and logged as an error."""
 
@@ -42,24 +55,16 @@ class Runner:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache_dir))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         device = jax.devices()[0]
-        mesh = make_mesh(devices=[device])
-        builder = ProgramBuilder(
-            source.config,
-            mesh,
-            dtype=source.config.dtype if config.dtype == "auto" else config.dtype,
-            scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
-            page_size=config.page_size,
-            attention=config.attention,
-        )
+        builder = make_builder(source.config, config, device)
         self.dtype = builder.dtype
         self.scan_layers = builder.scan_layers
         self.limits = size_limits(config, source.config, builder.dtype.name, device, builder.step_bytes)
 
         progress("loading weights", 0, 1)
         if config.load_format == "dummy":
-            params = source.load_random(builder.make_model, mesh, config.seed)
+            params = source.load_random(builder.make_model, builder.mesh, config.seed)
         else:
-            params = source.load(builder.make_model, mesh)
+            params = source.load(builder.make_model, builder.mesh)
         self._params = tuple(jax.tree.leaves(params))
         progress("loading weights", 1, 1)
 
@@ -123,14 +128,14 @@ class Runner:
         """Logprobs of the prompt tokens that follow the row's tokens, PROMPT_LOGPROB_ROWS at a time."""
         first = sum(other.count for other in plan.rows[: plan.rows.index(row)])
         targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.count + 1]
-        program = self._programs.prompt_logprobs[bucket.tokens]
         batches = []
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[start : start + PROMPT_LOGPROB_ROWS]
             arrays = np.zeros((2, PROMPT_LOGPROB_ROWS), np.int32)
             arrays[0, : len(part)] = first + start + np.arange(len(part))
             arrays[1, : len(part)] = part
-            batches.append(program(self._params, outputs.hidden, arrays[0], arrays[1]))
+            hidden = self._programs.take_rows[bucket.tokens](outputs.hidden, arrays[0])
+            batches.append(self._programs.prompt_logprobs(self._params, hidden, arrays[1]))
         return batches
 
 

@@ -110,14 +110,10 @@ def step(
 
 
 def prompt_logprobs(
-    spec: StepSpec,
-    params: tuple[Array, ...],
-    hidden: Float[Array, "tokens embed"],
-    indices: Int[Array, "rows"],
-    targets: Int[Array, "rows"],
+    spec: StepSpec, params: tuple[Array, ...], hidden: Float[Array, "rows embed"], targets: Int[Array, "rows"]
 ) -> LogprobsBatch:
-    """Logprobs of given next tokens at given tokens of a step."""
-    return logprobs_of(_model(spec, params).logits(hidden[indices]), targets)
+    """Logprobs of given next tokens, from the hidden states of the tokens before them."""
+    return logprobs_of(_model(spec, params).logits(hidden), targets)
 
 
 def _model(spec: StepSpec, params: tuple[Array, ...]) -> Any:
