@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from paxserve.pallas_kernels import IMPLEMENTATIONS
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -48,6 +46,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        from paxserve.pallas_kernels import IMPLEMENTATIONS  # here, so that `paxserve --help` does not wait for JAX
+
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("attention", self.attention, (None, *IMPLEMENTATIONS))

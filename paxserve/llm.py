@@ -48,6 +48,7 @@ class LLM:
         finished = {}
         with Display(enabled=use_tqdm) as display:
             total = len(_prompt_list(prompts))
+            display.update("generating", 0, total)
             for output in self.stream(prompts, params, priority=priority):
                 if output.finished:
                     finished[int(output.request_id)] = output

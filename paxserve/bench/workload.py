@@ -3,8 +3,10 @@
 import random
 from dataclasses import dataclass
 from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
 
-from paxserve.tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from paxserve.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class BenchRequest:
     max_tokens: int
 
 
-def make_requests(workload: Workload, tokenizer: Tokenizer | None, vocab_size: int) -> list[BenchRequest]:
+def make_requests(workload: Workload, tokenizer: "Tokenizer | None", vocab_size: int) -> list[BenchRequest]:
     """The workload's requests for a model; the same model and Python version always get the same ones.
 
     Prompts are pieces of real text, namely of the language reference that every Python brings along (`pydoc_data.topics`),

@@ -23,7 +23,7 @@ a Hugging Face directory with safetensors, or a directory written by `paxserve c
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 for what the user can mend, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; a parsed namespace has the command to run as `run`."""
     parser = argparse.ArgumentParser(
         prog="paxserve",
         description="LLM inference on JAX: a paged KV cache, continuous batching, one program for TPU, GPU and CPU.",

@@ -78,7 +78,7 @@ def figures(outputs: Sequence[RequestOutput], engine: Engine, seconds: float) ->
 
 def table(numbers: dict[str, Any]) -> Table:
     """`figures` for a person."""
-    rows = Table(show_header=False, title="Figures of this run", title_justify="left")
+    rows = Table(show_header=False)
     rows.add_column()
     rows.add_column(justify="right")
     rows.add_row("requests", f"{numbers['requests']}")
