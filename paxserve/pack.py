@@ -70,7 +70,7 @@ def pack_sampling(rows: tuple[PlannedRow, ...], seqs: int) -> SamplingBatch:
 
 def sampling_key(rows: tuple[PlannedRow, ...]) -> tuple:
     """Equal for steps whose sampling arrays are equal, so that a run of decode steps uploads them once."""
-    return tuple((row.request.id, _stops_barred(row)) for row in rows)
+    return tuple((row.request, _stops_barred(row)) for row in rows)  # not its id, which may be used again
 
 
 def biases(request: Request, *, stops_barred: bool) -> dict[int, float]:

@@ -57,3 +57,9 @@ def reciting_llm(tmp_path_factory, small_engine):
     directory = tmp_path_factory.mktemp("reciting")
     write_reciting(directory)
     return LLM(directory, **small_engine)
+
+
+@pytest.fixture(scope="session")
+def tight_llm(random_model, small_engine):
+    """The random model with a pool that holds no more than one longest sequence."""
+    return LLM(random_model[0], **small_engine, max_model_len=64, num_pages=9)

@@ -78,7 +78,8 @@ class DenseLlama:
         return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self.tensors[name + ".weight"]
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0)
+        # Not `@`: for matrices this small BLAS only waits for its threads.
+        return np.einsum("te,fe->tf", x, self.tensors[name + ".weight"]) + self.tensors.get(name + ".bias", 0)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -126,7 +127,11 @@ def next_token(
     return int(np.argmax(np.where(kept_tokens(x, params), x + noise, -np.inf)))
 
 
-@functools.cache
 def gumbel(seed: int, position: int, size: int) -> np.ndarray:
-    key = jax.random.wrap_key_data(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), impl="threefry2x32")
-    return np.asarray(jax.random.gumbel(jax.random.fold_in(key, position), (size,)), np.float64)
+    return np.asarray(_gumbel(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), position, size), np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _gumbel(seed: jax.Array, position: int, size: int) -> jax.Array:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, position), (size,))
