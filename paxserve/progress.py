@@ -15,16 +15,18 @@ class Display:
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "Display":
-        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if self._tasks:
+            self._bars.stop()
 
     def update(self, what: str, done: int, total: int) -> None:
         """Show that `done` of `total` parts of `what` are done."""
+        if not self._tasks:
+            self._bars.start()
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
         self._bars.update(self._tasks[what], completed=done)

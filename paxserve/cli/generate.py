@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 for output, prompt in zip(outputs, prompts, strict=True)
             ]
             json.dump(
-                {"model": args.model, "outputs": requests, "figures": numbers, "pool": engine_pool(llm.engine)},
+                {"model": args.model, "outputs": requests, "figures": numbers, "kv_pool": engine_pool(llm.engine)},
                 sys.stdout,
             )
             print()
