@@ -1,6 +1,7 @@
 """What a user asks of one generation, in vLLM's names."""
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,11 @@ MAX_LOGPROBS = 20
 
 MAX_BIASED_TOKENS = 320
 """Most token ids per request that `logit_bias` and, under `min_tokens`, the stop ids may touch together."""
+
+_MAX_BIAS = 1e30  # well inside float32
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for names, kind, expected in (
+            (_INTEGERS, numbers.Integral, "an integer"),
+            (_OPTIONAL_INTEGERS, numbers.Integral | None, "an integer or None"),
+            (_NUMBERS, numbers.Real, "a number"),
+        ):
+            for name in names:
+                _require(isinstance(getattr(self, name), kind), name, getattr(self, name), expected)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         stop = self.stop
@@ -65,7 +78,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a positive number")
-        _require(self.top_k >= 0, "top_k", self.top_k, "a count, or 0 or -1 for all tokens")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, "a count, or 0 or -1 for all tokens")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
@@ -76,12 +89,15 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _require(all(self.stop or ()), "stop", self.stop, "non-empty strings")
+        _require(all(isinstance(s, str) and s for s in self.stop or ()), "stop", self.stop, "non-empty strings")
         _require(self.detokenize or not self.stop, "stop", self.stop, "used with detokenize=True only")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"None or 0 to {MAX_LOGPROBS}")
-        _require(not any(math.isnan(v) for v in bias.values()), "logit_bias", bias, "numbers")
+        ids = self.stop_token_ids or ()
+        _require(all(isinstance(i, numbers.Integral) for i in ids), "stop_token_ids", ids, "token ids")
+        bounded = all(-_MAX_BIAS <= v <= _MAX_BIAS or v == -math.inf for v in bias.values())
+        _require(bounded, "logit_bias", bias, f"within {_MAX_BIAS:g} of 0, or -inf to bar a token")
 
     @property
     def has_penalties(self) -> bool:
