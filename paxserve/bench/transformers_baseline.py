@@ -23,9 +23,16 @@ import transformers
 def main() -> None:
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
+    dtype = getattr(torch, job["dtype"])
+    options = {}
+    if job["gguf_file"] and hasattr(transformers, "GgufConfig"):
+        # Versions that have this class may otherwise leave the weights packed, which is another computation.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        job["directory"], gguf_file=job["gguf_file"], dtype=getattr(torch, job["dtype"])
+        job["directory"], gguf_file=job["gguf_file"], dtype=dtype, **options
     ).eval()
+    if {parameter.dtype for parameter in model.parameters()} != {dtype}:
+        raise RuntimeError(f"transformers did not load all weights as {dtype}")
     # No end-of-sequence token: every answer runs to the length asked for. Token 0 pads, masked.
     model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 

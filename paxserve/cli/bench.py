@@ -86,23 +86,24 @@ def run(args: argparse.Namespace) -> int:
         if args.profile:
             with jax.profiler.trace(args.profile):
                 engine.run(requests, workload.concurrency)
-        if args.against:
-            display.update(args.against, 0, 1)
-            result = run_transformers(
-                engine.source,
-                requests,
-                warmup,
-                python=args.transformers_python,
-                dtype=dtype,
-                batch_size=workload.concurrency,
-                repeat=args.repeat,
-            )
-            report = report.against(f"transformers {result['transformers']}, static batches", result["seconds"])
-            display.update(args.against, 1, 1)
+    console = Console()
+    if not args.json:
+        report.print(console)
+    if args.against:
+        result = run_transformers(
+            engine.source,
+            requests,
+            warmup,
+            python=args.transformers_python,
+            dtype=dtype,
+            batch_size=workload.concurrency,
+            repeat=args.repeat,
+        )
+        report = report.against(f"transformers {result['transformers']}, static batches", result["seconds"])
+        if not args.json:
+            report.print_baselines(console)
     if args.json:
         print(json.dumps(report.to_json()))
-    else:
-        report.print(Console())
     return 0
 
 
