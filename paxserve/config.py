@@ -51,7 +51,14 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("attention", self.attention, (None, *IMPLEMENTATIONS))
-        for name in ("max_model_len", "page_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "max_model_len",
+            "page_size",
+            "num_pages",
+            "kv_cache_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")

@@ -54,7 +54,7 @@ class Engine:
         self.stats = EngineStats()
         self._trace, self._close_trace = open_trace(config.kv_trace)
         pool = PagePool(self.limits.num_pages, self.limits.page_size, self._trace)
-        buckets = tuple(sorted({bucket.tokens for bucket in self.runner.buckets}))
+        buckets = tuple(sorted(bucket.tokens for bucket in self.runner.buckets if not bucket.decode))
         self.scheduler = Scheduler(SchedulerConfig(self.limits.max_num_seqs, self.limits.max_model_len, buckets), pool)
         self._groups: dict[str, _Group] = {}
         self._owners: dict[Request, tuple[_Group, SequenceOutput]] = {}

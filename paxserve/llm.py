@@ -28,6 +28,9 @@ class LLM:
         with Display(enabled=progress) as display:
             self.engine = Engine(config, display.update)
         self._ids = itertools.count()
+        self._inboxes: dict[
+            str, dict[str, RequestOutput]
+        ] = {}  # by request: its iterator's, and there by request again
 
     def generate(
         self,
@@ -67,7 +70,9 @@ class LLM:
         Leaving the iterator early aborts what is unfinished.
         """
         ids = self._submit(_prompt_list(prompts), params, priority)
-        return self._run(ids)
+        outputs = self._run(ids)
+        next(outputs)
+        return outputs
 
     def chat(
         self,
@@ -124,16 +129,30 @@ class LLM:
         return ids
 
     def _run(self, ids: set[str]) -> Generator[RequestOutput, None, None]:
+        inbox: dict[str, RequestOutput] = {}
+        self._inboxes.update(dict.fromkeys(ids, inbox))
         unfinished = set(ids)
         try:
+            yield None  # type: ignore[misc]  # to `stream`: from here on, whatever happens, nothing is left running
             while unfinished:
-                for output in self.engine.step():
-                    if output.request_id in ids:
-                        if output.finished:
-                            unfinished.remove(output.request_id)
-                        yield output
+                if not inbox:
+                    self._step()
+                for request_id in list(inbox):
+                    output = inbox.pop(request_id)
+                    if output.finished:
+                        unfinished.remove(request_id)
+                    yield output
         finally:
-            self._abort(unfinished)
+            ended = {request_id for request_id, output in inbox.items() if output.finished}
+            self._abort(unfinished - ended)
+            for request_id in ids:
+                del self._inboxes[request_id]
+
+    def _step(self) -> None:
+        """One step for all iterators: each output goes to the one that will give it out."""
+        for output in self.engine.step():
+            if (inbox := self._inboxes.get(output.request_id)) is not None:
+                inbox[output.request_id] = output
 
     def _abort(self, ids: set[str]) -> None:
         for request_id in ids:

@@ -43,6 +43,11 @@ def size_limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(1024 if on_cpu else 2048, max_num_seqs),
     )
+    if limits.max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens={limits.max_num_batched_tokens}: a step must hold one token of each of "
+            f"{max_num_seqs} sequences; raise it or lower max_num_seqs"
+        )
     if config.num_pages is None:
         page = bytes_per_page(model, config.page_size, dtype)
         if config.kv_cache_bytes is not None:
