@@ -12,6 +12,9 @@ from paxserve.models.params import Declare, normal, ones, zeros
 Axes = tuple[str | None, ...]
 
 
+FEW_TOKENS = 64  # up to which repacking a kernel outweighs multiplying by it, on CPU
+
+
 def project(
     x: Float[Array, "tokens *inputs"], kernel: Float[Array, "*outputs_and_inputs"]
 ) -> Float[Array, "tokens *outputs"]:
@@ -28,7 +31,12 @@ def project(
 
 def _project_as_matrix(x: Array, kernel: Array) -> Array:
     outputs, size = kernel.shape[: kernel.ndim - x.ndim + 1], math.prod(x.shape[1:])
-    return _contract(x.reshape(-1, size), kernel.reshape(-1, size)).reshape(-1, *outputs)
+    x, kernel = x.reshape(-1, size), kernel.reshape(-1, size)
+    if x.shape[0] > FEW_TOKENS:
+        return _contract(x, kernel).reshape(-1, *outputs)
+    # XLA:CPU repacks the right operand of a product: with few tokens that costs more than the product itself, so the
+    # kernel goes to the left. The barrier keeps XLA from turning the product around again.
+    return jax.lax.optimization_barrier(_contract(kernel, x)).T.reshape(-1, *outputs)
 
 
 def _contract(x: Array, kernel: Array) -> Array:

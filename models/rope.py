@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -28,7 +29,15 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: Int[Array, "tokens"])
         inverse_frequencies = jnp.asarray(_static_frequencies(rope, head_dim))  # [half]
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies  # [tokens, half]
     factor = _attention_factor(rope)
-    return RopeTable(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+    def compute(angles: Float[Array, "tokens half"]) -> RopeTable:
+        return RopeTable(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+    def unit(angles: Float[Array, "tokens half"]) -> RopeTable:
+        return RopeTable(jnp.ones_like(angles), jnp.zeros_like(angles))
+
+    # The condition is a fence: XLA:CPU would fuse the table into every layer, and compute each sine anew in all of them.
+    return jax.lax.cond(jnp.any(positions > 0), compute, unit, angles)
 
 
 def apply_rope(x: Float[Array, "tokens heads head_dim"], table: RopeTable) -> Float[Array, "tokens heads head_dim"]:
