@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from paxserve.models.params import Declare, normal, ones, zeros
+from paxserve.models.params import Declare, Normal, ones, zeros
 
 Axes = tuple[str | None, ...]
 
@@ -64,7 +64,7 @@ class Linear(nnx.Module):
         *,
         use_bias: bool = False,
     ) -> None:
-        self.kernel = declare(out_shape + in_shape, out_axes + in_axes, normal(math.prod(in_shape)))
+        self.kernel = declare(out_shape + in_shape, out_axes + in_axes, Normal(math.prod(in_shape)))
         self.bias = declare(out_shape, out_axes, zeros) if use_bias else None
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
@@ -78,7 +78,7 @@ class Embedding(nnx.Module):
     """embedding [vocab, embed]: token ids to vectors; the same table is the output kernel of tied models."""
 
     def __init__(self, declare: Declare, vocab_size: int, hidden_size: int) -> None:
-        self.embedding = declare((vocab_size, hidden_size), ("vocab", "embed"), normal(hidden_size))
+        self.embedding = declare((vocab_size, hidden_size), ("vocab", "embed"), Normal(hidden_size))
 
     def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens embed"]:
         return jnp.take(self.embedding[...], tokens, axis=0)

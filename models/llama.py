@@ -127,13 +127,13 @@ class Llama(nnx.Module):
     scan on CPU and GPU. Both run the same layer function on the same pages array and give the same numbers.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any, scan_layers: bool) -> None:
-        declare = Declare(rngs, dtype)
+    def __init__(self, config: ModelConfig, *, dtype: Any, scan_layers: bool) -> None:
+        declare = Declare(dtype)
         self.config, self.scan_layers = config, scan_layers
         self.embed = Embedding(declare, config.vocab_size, config.hidden_size)
         self.layers: Any
         if scan_layers:
-            self.layers = DecoderLayer(Declare(rngs, dtype, stack=config.num_layers), config)
+            self.layers = DecoderLayer(Declare(dtype, stack=config.num_layers), config)
         else:
             self.layers = nnx.List([DecoderLayer(declare, config) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)

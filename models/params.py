@@ -1,4 +1,8 @@
-"""Parameter declarations: shape, dtype, logical axes and initializer stated once, everything else derived."""
+"""Parameter declarations: shape, dtype, logical axes and initializer stated once, everything else derived.
+
+A model is built of declarations alone: its parameters hold `jax.ShapeDtypeStruct`s. Their values come from a checkpoint
+or from their initializers, in place on a mesh.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +16,7 @@ from jax.sharding import Mesh
 from paxserve.sharding import named_sharding
 
 Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
+"""(key, shape, dtype) -> values. Hashable, and equal to its like: two builds of one model are the same tree."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,6 @@ class Declare:
     With `stack=L` every parameter gets a leading axis "layers" of size L, the form `jax.lax.scan` goes over.
     """
 
-    rngs: nnx.Rngs
     dtype: Any
     stack: int | None = None
 
@@ -29,20 +33,19 @@ class Declare:
         shape, axes = tuple(shape), tuple(axes)
         if len(shape) != len(axes):
             raise ValueError(f"shape {shape} and axes {axes} differ in length")
-        if self.stack is None:
-            return nnx.Param(init(self.rngs.params(), shape, self.dtype), axes=axes)
-        keys = jax.random.split(self.rngs.params(), self.stack)
-        value = jax.vmap(lambda key: init(key, shape, self.dtype))(keys)
-        return nnx.Param(value, axes=("layers", *axes))
+        if self.stack is not None:
+            shape, axes = (self.stack, *shape), ("layers", *axes)
+        return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype), axes=axes, init=init)
 
 
-def normal(fan_in: int) -> Initializer:
+@dataclass(frozen=True)
+class Normal:
     """Normal with variance 1 / fan_in, drawn in float32 so that every dtype starts from the same numbers."""
 
-    def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    fan_in: int
 
-    return init
+    def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return (jax.random.normal(key, shape, jnp.float32) * self.fan_in**-0.5).astype(dtype)
 
 
 def ones(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -55,21 +58,25 @@ def zeros(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def abstract_params(make_model: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
-    """(graphdef, state of ShapeDtypeStructs) of a model, without allocating anything."""
-    model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-    return nnx.split(model)
+def random_params(declared: nnx.State, seed: int, mesh: Mesh) -> nnx.State:
+    """Parameters drawn by their initializers, each created in place on the mesh."""
+    compiled: dict[Any, Callable[[jax.Array], jax.Array]] = {}
+
+    def draw(index: int, param: nnx.Variable) -> nnx.Variable:
+        kind = (param.init, param.shape, param.dtype, param.axes)
+        if kind not in compiled:
+            init, shape, dtype, axes = kind
+            compiled[kind] = jax.jit(lambda key: init(key, shape, dtype), out_shardings=named_sharding(mesh, axes))
+        return param.replace(compiled[kind](jax.random.fold_in(jax.random.key(seed), index)))
+
+    flat = nnx.to_flat_state(declared)
+    return nnx.from_flat_state([(path, draw(index, param)) for index, (path, param) in enumerate(flat)])
 
 
-def random_params(make_model: Callable[[nnx.Rngs], nnx.Module], seed: int, mesh: Mesh) -> nnx.State:
-    """Randomly initialised parameters, created in place on the mesh."""
-    shardings = param_shardings(abstract_params(make_model)[1], mesh)
-    init = jax.jit(lambda: nnx.state(make_model(nnx.Rngs(seed))), out_shardings=shardings)
-    return init()
+def sharded_shapes(declared: nnx.State, mesh: Mesh) -> nnx.State:
+    """The same tree with the sharding of every parameter in its shape struct."""
 
+    def shard(param: nnx.Variable) -> nnx.Variable:
+        return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.axes)))
 
-def param_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """The same tree with every parameter's value replaced by its NamedSharding."""
-    return jax.tree.map(
-        lambda param: param.replace(named_sharding(mesh, param.axes)), state, is_leaf=lambda x: isinstance(x, nnx.Param)
-    )
+    return jax.tree.map(shard, declared, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

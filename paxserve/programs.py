@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paxserve.buckets import Bucket, make_buckets
 from paxserve.config import Limits
 from paxserve.models.config import ModelConfig
-from paxserve.models.params import abstract_params, param_shardings
+from paxserve.models.params import sharded_shapes
 from paxserve.models.registry import model_class
 from paxserve.pack import pack, pack_sampling
 from paxserve.pallas_kernels import copy_pages, storage_dtype
@@ -52,19 +52,11 @@ class ProgramBuilder:
     ) -> None:
         self.model, self.mesh, self.dtype = model, mesh, jnp.dtype(dtype)
         self.scan_layers = scan_layers
-        graph, params = abstract_params(self.make_model)
-        shapes = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            params,
-            param_shardings(params, mesh),
-        )
-        leaves, tree = jax.tree.flatten(shapes)
+        graph, self.declared = nnx.split(model_class(model)(model, dtype=self.dtype, scan_layers=scan_layers))
+        leaves, tree = jax.tree.flatten(sharded_shapes(self.declared, mesh))
         self.params = tuple(leaves)
         self._spec = StepSpec(graph, tree, 0, page_size, attention)
         self.replicated = NamedSharding(mesh, PartitionSpec())
-
-    def make_model(self, rngs: nnx.Rngs) -> nnx.Module:
-        return model_class(self.model)(self.model, rngs=rngs, dtype=self.dtype, scan_layers=self.scan_layers)
 
     def state_shapes(self, limits: Limits) -> DeviceState:
         pages = model_class(self.model).pages_shape(self.model, limits.num_pages, limits.page_size)

@@ -62,9 +62,9 @@ class Runner:
 
         progress("loading weights", 0, 1)
         if config.load_format == "dummy":
-            params = source.load_random(builder.make_model, builder.mesh, config.seed)
+            params = source.load_random(builder.declared, builder.mesh, config.seed)
         else:
-            params = source.load(builder.make_model, builder.mesh)
+            params = source.load(builder.declared, builder.mesh)
         self._params = tuple(jax.tree.leaves(params))
         progress("loading weights", 1, 1)
 

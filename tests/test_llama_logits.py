@@ -13,7 +13,6 @@ from golden.tiny_models import LOGIT_POSITIONS, MODELS, NUM_TOKENS, prompt, weig
 
 from paxserve.models.batch import AttentionBatch
 from paxserve.models.config_hf import config_from_hf
-from paxserve.models.params import abstract_params
 from paxserve.models.registry import model_class
 from paxserve.models.weights import tensor_sources
 from paxserve.pallas_kernels import init_gqa_pages
@@ -93,8 +92,7 @@ def build(config, scan_layers, dtype):
 
 def abstract(config, scan_layers, dtype):
     """(graphdef, {path: parameter without values}), every part of a path a string."""
-    make = model_class(config)
-    graph, state = abstract_params(lambda rngs: make(config, rngs=rngs, dtype=dtype, scan_layers=scan_layers))
+    graph, state = nnx.split(model_class(config)(config, dtype=dtype, scan_layers=scan_layers))
     return graph, {tuple(map(str, path)): param for path, param in nnx.to_flat_state(state)}
 
 

@@ -7,10 +7,17 @@ import pytest
 from flax import nnx
 
 from paxserve.models.layers import GatedMLP, Linear, RMSNorm, project
-from paxserve.models.params import Declare
+from paxserve.models.params import Declare, random_params
+from paxserve.sharding import make_mesh
 
 RANDOM = np.random.default_rng(0)
-DECLARE = Declare(nnx.Rngs(0), jnp.float32)
+DECLARE = Declare(jnp.float32)
+
+
+def with_values(module):
+    """The module with its parameters drawn by their initializers."""
+    graph, declared = nnx.split(module)
+    return nnx.merge(graph, random_params(declared, 0, make_mesh()))
 
 
 def test_project_contracts_every_axis_but_the_first():
@@ -35,7 +42,7 @@ def test_project_does_not_copy_the_kernel(shape):
 
 
 def test_rms_norm():
-    norm = RMSNorm(DECLARE, 8, "embed", 1e-5)
+    norm = with_values(RMSNorm(DECLARE, 8, "embed", 1e-5))
     norm.scale[...] = jnp.arange(8.0)
     x = RANDOM.standard_normal((3, 2, 8)).astype(np.float32)
     expected = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * np.arange(8)
@@ -43,7 +50,7 @@ def test_rms_norm():
 
 
 def test_linear_keeps_the_dtype_and_adds_the_bias():
-    linear = Linear(DECLARE, (2, 3), (4,), (None, "mlp"), ("embed",), use_bias=True)
+    linear = with_values(Linear(DECLARE, (2, 3), (4,), (None, "mlp"), ("embed",), use_bias=True))
     linear.bias[...] = jnp.arange(6.0).reshape(2, 3)
     x = jnp.zeros((5, 4), jnp.bfloat16)
     assert linear(x).dtype == jnp.bfloat16
@@ -51,7 +58,7 @@ def test_linear_keeps_the_dtype_and_adds_the_bias():
 
 
 def test_gated_mlp():
-    mlp = GatedMLP(DECLARE, 4, 6, use_bias=False)
+    mlp = with_values(GatedMLP(DECLARE, 4, 6, use_bias=False))
     x = RANDOM.standard_normal((3, 4)).astype(np.float32)
     gate, up = x @ mlp.gate_up.kernel[0].T, x @ mlp.gate_up.kernel[1].T
     expected = (gate / (1 + np.exp(-gate)) * up) @ mlp.down.kernel[...].T

@@ -132,8 +132,8 @@ def expected_params(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict
 
 
 def llama(config: ModelConfig, dtype=jnp.float32, scan_layers: bool = False):
-    """make_model of the loaders."""
-    return lambda rngs: Llama(config, rngs=rngs, dtype=dtype, scan_layers=scan_layers)
+    """The declared parameters of a model, which the loaders fill."""
+    return nnx.state(Llama(config, dtype=dtype, scan_layers=scan_layers))
 
 
 def unrolled(params: nnx.State) -> dict[str, np.ndarray]:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -46,12 +45,8 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None) -> None:
         raise ValueError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
     config = dataclasses.replace(source.config, dtype=dtype)
 
-    model: Callable[..., nnx.Module] = model_class(config)
-
-    def make_model(rngs: nnx.Rngs) -> nnx.Module:
-        return model(config, rngs=rngs, dtype=jnp.dtype(dtype), scan_layers=False)
-
-    params = source.load(make_model, make_mesh(devices=jax.local_devices(backend="cpu")))
+    declared = nnx.state(model_class(config)(config, dtype=jnp.dtype(dtype), scan_layers=False))
+    params = source.load(declared, make_mesh(devices=jax.local_devices(backend="cpu")))
     partial = dst.with_name(f".{dst.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

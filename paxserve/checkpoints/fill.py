@@ -30,12 +30,12 @@ def stored_arrays(params: nnx.State) -> dict[str, jax.Array]:
     return arrays
 
 
-def stored_targets(abstract: nnx.State, mesh: Mesh) -> Targets:
+def stored_targets(declared: nnx.State, mesh: Mesh) -> Targets:
     """What a model needs by stored name, with shape, dtype and sharding."""
-    return {name: target for path, param in nnx.to_flat_state(abstract) for name, target in _targets(path, param, mesh)}
+    return {name: target for path, param in nnx.to_flat_state(declared) for name, target in _targets(path, param, mesh)}
 
 
-def fill_params(abstract: nnx.State, mesh: Mesh, load: Callable[[Targets], Mapping[str, jax.Array]]) -> nnx.State:
+def fill_params(declared: nnx.State, mesh: Mesh, load: Callable[[Targets], Mapping[str, jax.Array]]) -> nnx.State:
     """The parameters of a model from `load`, which is asked for some of the stored arrays at a time.
 
     Stacked layers are loaded one after the other into their place, so that no second copy of the stack ever exists.
@@ -43,7 +43,7 @@ def fill_params(abstract: nnx.State, mesh: Mesh, load: Callable[[Targets], Mappi
     whole: dict[str, ParamPath] = {}
     targets: Targets = {}
     stacks: dict[Any, dict[ParamPath, nnx.Variable]] = defaultdict(dict)  # by the module whose layers are stacked
-    for path, param in nnx.to_flat_state(abstract):
+    for path, param in nnx.to_flat_state(declared):
         if _is_stacked(param):
             stacks[path[0]][path] = param
         else:
@@ -53,7 +53,7 @@ def fill_params(abstract: nnx.State, mesh: Mesh, load: Callable[[Targets], Mappi
     arrays = {path: loaded[name] for name, path in whole.items()}
     for stack in stacks.values():
         arrays |= _fill_stack(stack, mesh, load)
-    return nnx.from_flat_state([(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(abstract)])
+    return nnx.from_flat_state([(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(declared)])
 
 
 def _fill_stack(

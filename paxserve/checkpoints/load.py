@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import jax
@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from paxserve.checkpoints.fill import Targets, fill_params
 from paxserve.checkpoints.reader import CheckpointError, TensorReader, listed
 from paxserve.models.config import ModelConfig
-from paxserve.models.params import abstract_params
 from paxserve.models.weights import TensorSource, tensor_sources
 
 # Tensors that are no weights: RoPE frequencies saved by older transformers versions, which follow from the
@@ -25,10 +24,8 @@ Bounds = tuple[tuple[int, int], ...]  # (start, stop) per axis
 Index = tuple[slice, ...]
 
 
-def load_params(
-    reader: TensorReader, config: ModelConfig, make_model: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh
-) -> nnx.State:
-    """The parameters of `make_model`, in the dtypes it declares, sharded over `mesh` by their logical axes.
+def load_params(reader: TensorReader, config: ModelConfig, declared: nnx.State, mesh: Mesh) -> nnx.State:
+    """The declared parameters of a model, in their dtypes, sharded over `mesh` by their logical axes.
 
     Works for unrolled and stacked layers alike. A process reads only what its devices hold, and holds about one tensor
     in host memory beyond that.
@@ -41,7 +38,7 @@ def load_params(
     def load(targets: Targets) -> dict[str, jax.Array]:
         return {name: _load_param(reader, sources[name], target) for name, target in targets.items()}
 
-    return fill_params(abstract_params(make_model)[1], mesh, load)
+    return fill_params(declared, mesh, load)
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> dict[str, list[TensorSource]]:

@@ -7,7 +7,7 @@ params/             the Orbax checkpoint (https://orbax.readthedocs.io): a tree 
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from paxserve.checkpoints.config_json import config_from_json, config_to_json
 from paxserve.checkpoints.fill import fill_params, stored_arrays, stored_targets
 from paxserve.checkpoints.reader import CheckpointError, listed
 from paxserve.models.config import ModelConfig
-from paxserve.models.params import abstract_params
 
 CONFIG_FILE = "model_config.json"
 PARAMS_DIR = "params"
@@ -48,16 +47,15 @@ def orbax_config(directory: str | Path) -> ModelConfig:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from error
 
 
-def load_orbax(directory: str | Path, make_model: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> nnx.State:
-    """The parameters of `make_model`, cast to the dtypes it declares, each device restoring its shard only.
+def load_orbax(directory: str | Path, declared: nnx.State, mesh: Mesh) -> nnx.State:
+    """The declared parameters of a model, cast to their dtypes, each device restoring its shard only.
 
     Raises CheckpointError, before any value is read, if a parameter is missing, unknown or of another shape; and if the
     files are damaged.
     """
     directory = Path(directory).resolve() / PARAMS_DIR
-    abstract = abstract_params(make_model)[1]
-    _check(directory, {name: target.shape for name, target in stored_targets(abstract, mesh).items()})
-    return fill_params(abstract, mesh, functools.partial(_restore, directory))
+    _check(directory, {name: target.shape for name, target in stored_targets(declared, mesh).items()})
+    return fill_params(declared, mesh, functools.partial(_restore, directory))
 
 
 def _check(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
