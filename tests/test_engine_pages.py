@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from paxserve import LLM, SamplingParams
@@ -59,6 +59,8 @@ REQUESTS = st.fixed_dictionaries(
         "priority": st.integers(0, 1),
         "temperature": st.sampled_from([0.0, 1.0]),
         "frequency_penalty": st.sampled_from([0.0, 0.0, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5]),
+        "logprobs": st.sampled_from([None, None, 0]),
         "prompt_logprobs": st.sampled_from([None, None, 2]),
     }
 )
@@ -81,7 +83,14 @@ def test_freed_pages_never_matter(poisoned, random_model):
     engine = poisoned
     before = engine.stats.preemptions
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],  # the engine goes from example to example: a failing one cannot be run again
+        suppress_health_check=list(HealthCheck),
+    )
     @given(SCRIPTS)
     def run(script):
         asked, ended = {}, {}
@@ -118,12 +127,22 @@ def test_freed_pages_never_matter(poisoned, random_model):
                     assert sample.token_ids == whole[: len(sample.token_ids)]
                 else:
                     assert sample.token_ids == whole
+                if params.logprobs is not None:
+                    check_logprobs(prompt, sample, dense)
             if params.prompt_logprobs is not None and ended[name].outputs[0].finish_reason != "abort":
                 check_prompt_logprobs(ended[name], dense)
 
     run()
     assert engine.stats.preemptions - before >= 5
     assert engine.stats.compiles == 0
+
+
+def check_logprobs(prompt, sample, dense):
+    assert [list(entries) for entries in sample.logprobs] == [[token] for token in sample.token_ids]
+    logprobs = dense.logprobs(prompt + sample.token_ids)[len(prompt) - 1 :]
+    for entries, token, row in zip(sample.logprobs, sample.token_ids, logprobs, strict=False):
+        np.testing.assert_allclose(entries[token].logprob, row[token], atol=2e-5)
+        assert entries[token].rank == 1 + (row > row[token]).sum()
 
 
 def check_prompt_logprobs(output, dense):

@@ -10,6 +10,7 @@ from paxserve.request import Request
 from paxserve.sampler import logprobs_of, sample
 from paxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from paxserve.scheduler import PlannedRow
+from paxserve.sequence_output import token_logprobs
 
 ROWS, VOCAB, CONTEXT = 1024, 32, 24  # one shape, compiled once
 run_sampler = jax.jit(sample)
@@ -188,7 +189,11 @@ def test_logprobs_are_of_the_unmodified_logits():
 def test_logprobs_of_a_vocabulary_smaller_than_the_most_that_can_be_asked():
     logits = np.random.default_rng(6).normal(0, 3, (4, 7)).astype(np.float32)
     tokens = [0, 3, 6, 2]
-    check_logprobs(jax.device_get(logprobs_of(logits, np.array(tokens))), logits, tokens)
+    logprobs = jax.device_get(logprobs_of(logits, np.array(tokens)))
+    check_logprobs(logprobs, logits, tokens)
+    for entries in token_logprobs(logprobs, range(4), tokens, MAX_LOGPROBS, None):
+        assert sorted(entries) == list(range(7))
+        assert [entry.rank for entry in entries.values()] == list(range(1, 8))
 
 
 def check_logprobs(logprobs, logits, tokens):
