@@ -1,5 +1,6 @@
 """The engine: takes requests, turns plans into steps, and gives out what comes of them."""
 
+import operator
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -59,6 +60,7 @@ class Engine:
         self._groups: dict[str, _Group] = {}
         self._owners: dict[Request, tuple[_Group, SequenceOutput]] = {}
         self._in_flight: deque[tuple[InFlight, float]] = deque()
+        self._aborted: list[RequestOutput] = []
         self._last_end = 0.0
         self._count = 0
 
@@ -85,19 +87,24 @@ class Engine:
         self._owners.update({request: (group, sample) for request, sample in zip(requests, samples, strict=True)})
 
     def abort_request(self, request_id: str) -> RequestOutput:
-        """End a request at once; returns what it had. Raises KeyError if there is no such request."""
+        """End a request at once; returns what it had, as the next `step` does too. Raises KeyError for an unknown one."""
         group = self._groups[request_id]
         for sample in group.samples:
             if not sample.request.finished:
                 self.scheduler.abort(sample.request)
                 self._end(group, sample, time.monotonic())
-        return self._output(group)
+        self._aborted.append(self._output(group))
+        return self._aborted[-1]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._groups)
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step; returns the requests that got tokens or ended."""
+        aborted, self._aborted = self._aborted, []
+        return aborted + self._advance()
+
+    def _advance(self) -> list[RequestOutput]:
         started = time.monotonic()
         plan = self.scheduler.plan(started)
         self.stats.preemptions += len(plan.preempted)
@@ -214,7 +221,10 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError(f"model {self.source.name} has no tokenizer: give prompt_token_ids instead of text")
             return prompt, self.tokenizer.encode(prompt)
-        token_ids = [int(token) for token in prompt]
+        try:
+            token_ids = [operator.index(token) for token in prompt]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(f"prompt {prompt!r}: must be text or a list of token ids") from error
         vocab = self.source.config.vocab_size
         if bad := [token for token in token_ids if not 0 <= token < vocab]:
             raise ValueError(f"prompt_token_ids holds {bad[0]}, outside the vocabulary of {vocab}")

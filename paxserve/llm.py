@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from paxserve.config import EngineConfig
@@ -160,6 +161,6 @@ class LLM:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -269,3 +269,24 @@ def test_bad_options_are_refused(random_model, small_engine, options, message):
 def test_unknown_options_are_refused(random_model):
     with pytest.raises(TypeError, match="gpu_memory_utilization"):
         LLM(random_model[0], gpu_memory_utilization=0.9)
+
+
+def test_a_request_aborted_from_outside_ends_its_stream(random_llm):
+    stream = random_llm.stream([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=20, ignore_eos=True))
+    first = next(stream)
+    random_llm.engine.abort_request(first.request_id)
+    ends = {output.request_id: output for output in stream if output.finished}
+    assert [output.outputs[0].finish_reason for output in ends.values()] == ["abort", "length"]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5], [1, None], {"prompt_token_ids": ["a"]}])
+def test_what_is_no_token_id_is_refused(random_llm, prompt):
+    with pytest.raises(ValueError, match="token ids"):
+        random_llm.generate(prompt)
+
+
+def test_token_ids_may_come_from_numpy(random_llm):
+    params = SamplingParams(temperature=0, max_tokens=3)
+    (array,), (ids,) = random_llm.generate(np.array([1, 2, 3]), params), random_llm.generate([1, 2, 3], params)
+    assert array.prompt_token_ids == [1, 2, 3]
+    assert array.outputs[0].token_ids == ids.outputs[0].token_ids
