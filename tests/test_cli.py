@@ -147,7 +147,10 @@ def test_ctrl_c_stops_the_answer_and_no_more(run, monkeypatch):
 
 
 def test_ctrl_c_ends_with_130_and_one_line(run, monkeypatch):
-    monkeypatch.setattr(Engine, "step", lambda self: signal.raise_signal(signal.SIGINT))
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", interrupted)
     code, out, err = run("generate", "a")
     assert (code, out) == (130, "")
     assert err.endswith("\npaxserve: interrupted\n")
