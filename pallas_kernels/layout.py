@@ -101,7 +101,11 @@ def write_pages(
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     kv = jnp.concatenate([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=-1)
-    return kv_pages.at[token_pages, :, token_offsets].set(kv, mode="drop")  # [tokens, kv_heads, 2 * head_dim]
+    # As a scatter of whole rows into a view of rows: XLA:TPU copies the array into another layout for any other scatter.
+    page_size, width = kv_pages.shape[2:]
+    rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * page_size + token_offsets[:, None]
+    written = kv_pages.reshape(-1, width).at[rows].set(kv, mode="drop")  # [pages * kv_heads * page_size, 2 * head_dim]
+    return written.reshape(kv_pages.shape)
 
 
 def copy_pages(
