@@ -17,7 +17,7 @@ from paxserve.models.config import ModelConfig
 from paxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, rope_table
-from paxserve.pallas_kernels import gqa_pages_shape, paged_attention, write_pages
+from paxserve.pallas_kernels import gqa_pages_shape, paged_attention, stacks_kv, write_pages
 
 # A window wider than any context. Layers without a window use it when layers with different windows share one scan.
 NO_WINDOW = 2**30
@@ -141,9 +141,10 @@ class Llama(nnx.Module):
             self.lm_head = Linear(declare, (config.vocab_size,), (config.hidden_size,), ("vocab",), ("embed",))
 
     @staticmethod
-    def pages_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """Shape of the one array that holds every layer's `num_pages` KV pages."""
-        return gqa_pages_shape(config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
+        """Shape of the one array that holds every layer's `num_pages` KV pages on a platform."""
+        sizes = config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim
+        return gqa_pages_shape(*sizes, stacked=stacks_kv(platform))
 
     def __call__(
         self, tokens: Int[Array, "tokens"], kv_pages: KVPages, batch: AttentionBatch

@@ -7,6 +7,7 @@ from paxserve.pallas_kernels.layout import (
     gqa_pages_shape,
     init_gqa_pages,
     load,
+    stacks_kv,
     storage_dtype,
     write_pages,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "init_gqa_pages",
     "load",
     "paged_attention",
+    "stacks_kv",
     "storage_dtype",
     "write_pages",
 ]

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from paxserve.pallas_kernels import reference, xla
-from paxserve.pallas_kernels.layout import Scale
+from paxserve.pallas_kernels.layout import Scale, page_size_of
 
 IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -44,13 +44,12 @@ def paged_attention(
     """
     if q.ndim != 3 or kv_pages.ndim != 4 or block_tables.ndim != 2:
         raise ValueError(
-            "expected q [tokens, heads, head_dim], kv_pages [pages, kv_heads, page_size, 2 * head_dim] and "
+            "expected q [tokens, heads, head_dim], kv_pages of 4 axes (see layout.py) and "
             f"block_tables [seqs, max_pages], got {q.shape}, {kv_pages.shape} and {block_tables.shape}"
         )
     _, heads, head_dim = q.shape
     kv_heads, seqs = kv_pages.shape[1], block_tables.shape[0]
-    if kv_pages.shape[3] != 2 * head_dim:
-        raise ValueError(f"pages of {kv_pages.shape[3]} values per slot do not fit K and V of head_dim {head_dim}")
+    page_size_of(kv_pages, head_dim)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
     if context_lens.shape != (seqs,) or query_starts.shape != (seqs + 1,):

@@ -4,6 +4,10 @@ All layers share one array `kv_pages[layers * pages, kv_heads, page_size, 2 * he
 `l * pages + i`, and K and V of a token lie side by side. Page 0 of every layer is the null page: padding is written
 there, and its content never changes a result.
 
+*Stacked* pages, `kv_pages[layers * pages, kv_heads, 2 * page_size, head_dim]`, hold a page's K rows above its V rows. CPUs
+use them: XLA:CPU gathers K and V into operands of their own without a copy, and has no lanes to fill. All functions here
+take either kind and tell them apart by the last axis.
+
 On CPU bfloat16 pages are stored as their bit patterns in uint16. XLA:CPU rewrites bfloat16 scatters, gathers and slices
 to float32, which converts the WHOLE array around each of them (75 ms instead of 0.04 ms for a decode step's writes into
 a 190 MB cache); on integers they happen in place. `storage_dtype` is the array's dtype, `load` gives values back.
@@ -18,8 +22,13 @@ from jaxtyping import Array, Float, Int, Num
 Scale = float | Float[Array, ""]
 
 
+def stacks_kv(platform: str) -> bool:
+    """Whether pages are stacked on this platform."""
+    return platform == "cpu"
+
+
 def gqa_pages_shape(
-    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int
+    num_layers: int, num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, stacked: bool = False
 ) -> tuple[int, int, int, int]:
     """Shape of the pages array of a GQA model; `num_pages` counts the pages of one layer, the null page included.
 
@@ -30,7 +39,25 @@ def gqa_pages_shape(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    return (num_layers * num_pages, kv_heads, page_size, 2 * head_dim)
+    slots = (2 * page_size, head_dim) if stacked else (page_size, 2 * head_dim)
+    return (num_layers * num_pages, kv_heads, *slots)
+
+
+def page_size_of(kv_pages: Num[Array, "pages kv_heads slots width"], head_dim: int) -> int:
+    """Tokens per page. Raises ValueError if the pages do not hold K and V of this head_dim."""
+    slots, width = kv_pages.shape[2:]
+    if width == 2 * head_dim:
+        return slots
+    if width == head_dim and slots % 2 == 0:
+        return slots // 2
+    raise ValueError(f"pages of {slots} x {width} values per kv head do not fit K and V of head_dim {head_dim}")
+
+
+def split_kv(stored: Num[Array, "*pages slots width"], head_dim: int) -> tuple[Num[Array, "..."], Num[Array, "..."]]:
+    """(K, V), each [*pages, page_size, head_dim], of pages of either kind."""
+    if stored.shape[-1] == head_dim:
+        return tuple(jnp.split(stored, 2, axis=-2))  # type: ignore[return-value]
+    return stored[..., :head_dim], stored[..., head_dim:]
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> jnp.dtype:
@@ -73,7 +100,7 @@ def _store(x: Float[Array, "..."], scale: Scale | None, dtype: jax.typing.DTypeL
 
 
 def write_pages(
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     token_pages: Int[Array, "tokens"],
@@ -81,18 +108,18 @@ def write_pages(
     *,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-) -> Num[Array, "pages kv_heads page_size two_head_dim"]:
+) -> Num[Array, "pages kv_heads slots width"]:
     """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
 
     Several padding tokens may share a slot of the null page; all other slots must be distinct. Quantised
     pages hold `k / k_scale` and `v / v_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
     come without scales.
     """
-    tokens = k.shape[0]
-    kv_heads, head_dim = kv_pages.shape[1], kv_pages.shape[3] // 2
-    if k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape:
+    tokens, kv_heads, head_dim = k.shape
+    page_size = page_size_of(kv_pages, head_dim)
+    if kv_heads != kv_pages.shape[1] or v.shape != k.shape:
         raise ValueError(
-            f"k {k.shape} and v {v.shape} must both be [tokens, {kv_heads}, {head_dim}] for pages {kv_pages.shape}"
+            f"k {k.shape} and v {v.shape} must both be [tokens, {kv_pages.shape[1]}, head_dim] for pages {kv_pages.shape}"
         )
     if token_pages.shape != (tokens,) or token_offsets.shape != (tokens,):
         raise ValueError(
@@ -100,21 +127,22 @@ def write_pages(
         )
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    kv = jnp.concatenate([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=-1)
+    slots, width = kv_pages.shape[2:]
+    kv = jnp.stack([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=2)
     # As a scatter of whole rows into a view of rows: XLA:TPU copies the array into another layout for any other scatter.
-    page_size, width = kv_pages.shape[2:]
-    rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * page_size + token_offsets[:, None]
-    written = kv_pages.reshape(-1, width).at[rows].set(kv, mode="drop")  # [pages * kv_heads * page_size, 2 * head_dim]
-    return written.reshape(kv_pages.shape)
+    rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots + token_offsets[:, None]
+    rows = rows[..., None] + jnp.arange(0, slots, page_size)  # [tokens, kv_heads, 2 if stacked else 1]
+    kv = kv.reshape(*rows.shape, width)
+    return kv_pages.reshape(-1, width).at[rows].set(kv, mode="drop").reshape(kv_pages.shape)
 
 
 def copy_pages(
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     src: Int[Array, "copies"],
     dst: Int[Array, "copies"],
     *,
     num_layers: int,
-) -> Num[Array, "pages kv_heads page_size two_head_dim"]:
+) -> Num[Array, "pages kv_heads slots width"]:
     """Copies page `src[i]` to page `dst[i]` in every layer; donate `kv_pages`. Padding pairs are (0, 0).
 
     All sources are read before any page is written. Raises ValueError if the pages do not divide into `num_layers`.

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load
+from paxserve.pallas_kernels.layout import Scale, load, split_kv
 
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -33,7 +33,8 @@ def paged_attention(
     context = jnp.where(is_real, context_lens[seq], 0)
     position = context - (query_starts[seq + 1] - token)
 
-    kv = load(kv_pages[block_tables[seq]]).astype(jnp.float32)  # [tokens, max_pages, kv_heads, page_size, 2 * head_dim]
+    kv = load(kv_pages[block_tables[seq]]).astype(jnp.float32)  # [tokens, max_pages, kv_heads, slots, width]
+    kv = jnp.concatenate(split_kv(kv, head_dim), axis=-1)  # [tokens, max_pages, kv_heads, page_size, 2 * head_dim]
     kv = jnp.moveaxis(kv, 2, 1).reshape(tokens, kv_heads, -1, 2 * head_dim)  # [tokens, kv_heads, keys, 2 * head_dim]
     key = jnp.arange(kv.shape[2])
     visible = (key <= position[:, None]) & (context[:, None] > 0)  # [tokens, keys]

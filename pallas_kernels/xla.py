@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load
+from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
 
+LANE = 8  # sequences with one query token that are computed together: each waits for the longest of its lane
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
 CHUNK_BYTES = 2**22  # of gathered pages, at most: two cores' L2 caches keep them between the two dots
 CHUNK_KEYS = 256  # at most, so that short contexts do not pay for long chunks
@@ -25,7 +26,7 @@ Attend = Callable[[Array, Array, Array], Partial]  # of queries, block tables an
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -49,15 +50,15 @@ def paged_attention(
     is_single = (query_lens == 1) & (context_lens > 0)
     row = jnp.where(is_single, starts, 0)
     position = jnp.where(is_single, context_lens - 1, -1)
-    row_out, row_lse = attend(q[row][:, None], block_tables, position[:, None])
+    row_out, row_lse = _singles(attend, q[row], block_tables, position)
 
     out = jnp.zeros((tokens, heads, head_dim), jnp.float32)
     lse = jnp.full((tokens, heads), -jnp.inf)
     if max_query_len != 1:
         out, lse = _tiles(attend, q, block_tables, context_lens, query_starts)
     row = jnp.where(is_single, starts, tokens)
-    out = out.at[row].set(row_out[:, 0], mode="drop")
-    lse = lse.at[row].set(row_lse[:, 0], mode="drop")
+    out = out.at[row].set(row_out, mode="drop")
+    lse = lse.at[row].set(row_lse, mode="drop")
 
     if v_scale is not None:
         out *= v_scale
@@ -66,6 +67,28 @@ def paged_attention(
         out *= jnp.exp(lse - jnp.where(jnp.isneginf(lse), 0, with_sink))[..., None]
         lse = with_sink
     return out.astype(q.dtype), lse
+
+
+def _singles(
+    attend: Attend,
+    q: Float[Array, "seqs heads head_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    position: Int[Array, "seqs"],
+) -> Partial:
+    """Output and lse of one query per sequence, in lanes of sequences with contexts of like length; -1 is padding."""
+    seqs = q.shape[0]
+    lane_size = LANE if seqs % LANE == 0 else seqs
+    order = jnp.argsort(position)
+
+    def one_lane(i: Array, carry: Partial) -> Partial:
+        out, lse = carry
+        lane = jax.lax.dynamic_slice_in_dim(order, i * lane_size, lane_size)
+        lane_out, lane_lse = attend(q[lane][:, None], block_tables[lane], position[lane][:, None])
+        return out.at[lane].set(lane_out[:, 0]), lse.at[lane].set(lane_lse[:, 0])
+
+    first_lane = jnp.sum(position < 0) // lane_size
+    carry = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf)
+    return jax.lax.fori_loop(first_lane, seqs // lane_size, one_lane, carry)
 
 
 def _tiles(
@@ -105,7 +128,7 @@ def _tiles(
 
 def _attend(
     q: Float[Array, "seqs queries heads head_dim"],
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
     tables: Int[Array, "seqs max_pages"],
     position: Int[Array, "seqs queries"],
     *,
@@ -115,17 +138,18 @@ def _attend(
 ) -> Partial:
     """Attention of queries at `position`, ascending in each sequence, -1 for padding, which gets 0 and -inf."""
     seqs, queries, heads, head_dim = q.shape
-    kv_heads, page_size = kv_pages.shape[1:3]
+    kv_heads, page_size = kv_pages.shape[1], page_size_of(kv_pages, head_dim)
     group = heads // kv_heads
     rows = queries * group
     few_rows = rows <= FEW_ROWS
+    side_by_side = kv_pages.shape[3] != head_dim
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def dot(spec: str, a: Array, b: Array) -> Float32[Array, "..."]:
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     q = q.reshape(seqs, queries, kv_heads, group, head_dim).swapaxes(1, 2).reshape(seqs * kv_heads, rows, head_dim)
-    if few_rows:
+    if few_rows and side_by_side:
         # A zero half in q makes K|V usable as it lies in the pages: a slice would copy it.
         q = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim)))
 
@@ -133,24 +157,32 @@ def _attend(
     first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
     end_page = position.max(1) // page_size + 1  # [seqs]
     first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, first[:, ::group]).min(1) // page_size
-    key_bytes = seqs * kv_heads * kv_pages.shape[3] * kv_pages.dtype.itemsize
+    key_bytes = seqs * kv_heads * 2 * head_dim * kv_pages.dtype.itemsize
     chunk_keys = CHUNK_KEYS
     while chunk_keys > 1 and chunk_keys * key_bytes > CHUNK_BYTES:
         chunk_keys //= 2
     chunk_pages = min(max(chunk_keys // page_size, 1), tables.shape[1])
     chunks = -(-jnp.maximum(end_page - first_page, 0).max() // chunk_pages)
 
-    def one_chunk(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = carry
-        page = first_page[:, None] + i * chunk_pages + jnp.arange(chunk_pages)  # [seqs, chunk_pages]
+    def locate(i: Array) -> tuple[Array, Array, Array]:
+        """The pages of chunk i [seqs, chunk_pages], their keys' positions, and which of these exist [seqs, keys]."""
+        page = first_page[:, None] + i * chunk_pages + jnp.arange(chunk_pages)
         ids = jnp.take_along_axis(tables, page, axis=1, mode="clip")
-        ids = jnp.where(page < end_page[:, None], ids, 0)
-        key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(seqs, 1, -1)
-        visible = (key >= first[..., None]) & (key <= last[..., None])  # [seqs, rows, keys]
+        key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(seqs, -1)
+        return jnp.where(page < end_page[:, None], ids, 0), key, key <= position.max(1, keepdims=True)
+
+    def one_chunk(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        top, total, acc, ids, key, exists = carry
+        visible = (key[:, None] >= first[..., None]) & (key[:, None] <= last[..., None])  # [seqs, rows, keys]
         visible = jnp.repeat(visible, kv_heads, axis=0)
-        kv = _gather(kv_pages, ids, jnp.repeat(key[:, 0] <= position.max(1, keepdims=True), kv_heads, axis=0))
-        kv = kv.astype(q.dtype)
-        k, v = (kv, kv) if few_rows else (kv[..., :head_dim], kv[..., head_dim:])
+        keep = jnp.repeat(exists, kv_heads, axis=0)
+        if side_by_side:
+            kv = _clear(_gather(kv_pages, ids), keep).astype(q.dtype)
+            k, v = (kv, kv) if few_rows else split_kv(kv, head_dim)
+        else:
+            halves = kv_pages.reshape(-1, 2 * kv_heads, page_size, head_dim)  # of each head K, then V
+            k = load(_gather(halves, ids, 0)).astype(q.dtype)
+            v = _clear(_gather(halves, ids, 1), keep).astype(q.dtype)
         if few_rows:
             # K as the left operand is read as it lies; the barrier keeps XLA from turning the dot around again.
             logits = jax.lax.optimization_barrier(dot("bkd,brd->bkr", k, q)).swapaxes(1, 2)
@@ -164,11 +196,12 @@ def _attend(
         weights = jnp.exp(logits - new_top[..., None])
         fade = jnp.exp(top - new_top)
         acc = acc * fade[..., None] + dot("brk,bkd->brd", weights.astype(q.dtype), v)
-        return new_top, total * fade + weights.sum(-1), acc
+        # Carried, the next chunk's pages are in memory: XLA:CPU would look them up for every value that it gathers.
+        return new_top, total * fade + weights.sum(-1), acc, *locate(i + 1)
 
     top = jnp.full(q.shape[:2], jnp.finfo(jnp.float32).min)
-    carry = top, jnp.zeros_like(top), jnp.zeros(q.shape, jnp.float32)
-    top, total, acc = jax.lax.fori_loop(0, chunks, one_chunk, carry)
+    carry = top, jnp.zeros_like(top), jnp.zeros(q.shape, jnp.float32), *locate(jnp.int32(0))
+    top, total, acc, *_ = jax.lax.fori_loop(0, chunks, one_chunk, carry)
     out = acc[..., -head_dim:] / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
@@ -180,13 +213,21 @@ def _attend(
 
 
 def _gather(
-    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
-    ids: Int[Array, "seqs chunk_pages"],
-    keep: Bool[Array, "seqs_x_kv_heads keys"],
-) -> Num[Array, "seqs_x_kv_heads keys two_head_dim"]:
-    """The pages `ids` with one KV head's keys in a row, and 0 where `keep` is false (NaN times 0 would be NaN)."""
-    _, kv_heads, page_size, width = kv_pages.shape
-    row = ids[:, None, :] * kv_heads + jnp.arange(kv_heads)[:, None]  # [seqs, kv_heads, chunk_pages]
-    stored = kv_pages.reshape(-1, page_size, width).at[row.reshape(-1)].get(mode="promise_in_bounds")
-    stored = stored.reshape(*keep.shape, width)
+    pages: Num[Array, "pages heads page_size width"], ids: Int[Array, "seqs chunk_pages"], half: int | None = None
+) -> Num[Array, "seqs_x_kv_heads keys width"]:
+    """The pages `ids` with one KV head's keys in a row, as stored.
+
+    half: of pages whose heads are K, V, K, V and so on, 0 for the Ks and 1 for the Vs.
+    """
+    _, heads, page_size, width = pages.shape
+    head = jnp.arange(heads) if half is None else jnp.arange(half, heads, 2)
+    row = ids[:, None, :] * heads + head[:, None]  # [seqs, kv_heads, chunk_pages]
+    stored = pages.reshape(-1, page_size, width).at[row.reshape(-1)].get(mode="promise_in_bounds")
+    return stored.reshape(ids.shape[0] * len(head), -1, width)
+
+
+def _clear(
+    stored: Num[Array, "seqs_x_kv_heads keys width"], keep: Bool[Array, "seqs_x_kv_heads keys"]
+) -> Num[Array, "seqs_x_kv_heads keys width"]:
+    """The values, 0 where `keep` is false: what lies there may be NaN, and NaN times a weight of 0 is NaN."""
     return load(jnp.where(keep[..., None], stored, jnp.zeros((), stored.dtype)))

@@ -59,12 +59,10 @@ class ProgramBuilder:
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
     def state_shapes(self, limits: Limits) -> DeviceState:
-        pages = model_class(self.model).pages_shape(self.model, limits.num_pages, limits.page_size)
+        platform = self.mesh.devices.flat[0].platform
+        pages = model_class(self.model).pages_shape(self.model, limits.num_pages, limits.page_size, platform)
         history = (limits.max_num_seqs + 1, limits.max_model_len)
-        shapes: Any = (
-            self._shape(pages, storage_dtype(self.dtype, self.mesh.devices.flat[0].platform)),
-            self._shape(history, jnp.int32),
-        )
+        shapes: Any = self._shape(pages, storage_dtype(self.dtype, platform)), self._shape(history, jnp.int32)
         return DeviceState(*shapes)
 
     def lower_step(self, bucket: Bucket, limits: Limits) -> jax.stages.Lowered:

@@ -17,7 +17,10 @@ CPU_KV_CACHE_BYTES = 2**30
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: str) -> int:
     """KV bytes of one page over all layers."""
-    return math.prod(model_class(model).pages_shape(model, 1, page_size)) * jnp.dtype(dtype).itemsize
+    return (
+        math.prod(model_class(model).pages_shape(model, 1, page_size, jax.default_backend()))
+        * jnp.dtype(dtype).itemsize
+    )
 
 
 def size_limits(

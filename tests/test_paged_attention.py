@@ -41,6 +41,7 @@ class Case:
     padding: int = 3
     dtype: Any = jnp.float32
     seed: int = 0
+    stacked: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class Case:
                 page = self.block_tables[s, j] = next(ids)
                 part = kv[:, :, j * self.page_size : (j + 1) * self.page_size]
                 pages[page, :, : part.shape[2]] = np.concatenate([part[0], part[1]], axis=-1)
+        if self.stacked:
+            pages = np.concatenate([pages[..., :d], pages[..., d:]], axis=2)
         stored = jnp.asarray(pages, self.dtype)
         as_stored = storage_dtype(self.dtype)
         self.kv_pages = stored if as_stored == self.dtype else jax.lax.bitcast_convert_type(stored, as_stored)
@@ -109,6 +112,12 @@ CASES = {
     "decode": Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0),
     "decode with padding rows": Case((1, 0, 1, 0), (40, 0, 3, 0), padding=2, options={"max_query_len": 1}),
     "prefill longer than a tile": Case((150, 70), (150, 90), padding=4),
+    "decode in several lanes": Case(
+        (1,) * 24, tuple(range(24, 0, -1)), heads=2, kv_heads=1, padding=0, stacked=True, options={"max_query_len": 1}
+    ),
+    "stacked": Case(**MIXED, stacked=True),
+    "stacked decode": Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0, stacked=True),
+    "stacked, window over pages": Case(**MIXED, heads=9, kv_heads=3, stacked=True, options={"window": jnp.int32(37)}),
     "only padding": Case((0, 0), (0, 0), padding=4),
     "heads: one kv head, head_dim 64": Case(**MIXED, heads=4, kv_heads=1, head_dim=64),
     "heads: as many as kv heads, head_dim 80": Case(**MIXED, heads=3, kv_heads=3, head_dim=80),
@@ -134,8 +143,9 @@ def test_matches_numpy(case: Case, implementation: str) -> None:
 class TestAgainstReference:
     """The base that every fast implementation passes."""
 
-    def test_bfloat16(self, implementation: str) -> None:
-        case = Case(**MIXED, dtype=jnp.bfloat16, head_dim=64)
+    @pytest.mark.parametrize("stacked", [False, True])
+    def test_bfloat16(self, implementation: str, stacked: bool) -> None:
+        case = Case(**MIXED, dtype=jnp.bfloat16, head_dim=64, stacked=stacked)
         out, lse = case.run(implementation)
         expected, expected_lse = case.run("reference")
         assert np.abs(out - expected).max() < 2**-6
@@ -198,7 +208,8 @@ class TestAgainstReference:
     def test_drawn_batches(self, implementation: str, rows: list[tuple[int, int]], window: int, seed: int) -> None:
         queries = tuple(query for query, _ in rows)
         contexts = tuple(query + before if query else 0 for query, before in rows)
-        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, options={"window": jnp.int32(window)})
+        options = {"window": jnp.int32(window)}
+        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, stacked=True, options=options)
         case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 9 - case.block_tables.shape[1])))
         case.kv_pages = jnp.pad(case.kv_pages, ((0, 40 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
         assert_close(case.run(implementation), case.run("reference"), atol=1e-5)

@@ -15,6 +15,7 @@ from paxserve.pallas_kernels import (
     storage_dtype,
     write_pages,
 )
+from paxserve.pallas_kernels.layout import page_size_of, split_kv
 
 LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 3, 5, 2, 4, 8
 SIZES = (LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -54,6 +55,22 @@ def test_write_pages(dtype: jnp.dtype) -> None:
     others = np.arange(len(values)) != null_page
     np.testing.assert_allclose(values[others], expected[others], rtol=0 if dtype == jnp.float32 else 2**-8)
     assert not values[null_page, :, 1:].any()
+
+
+def test_write_stacked_pages() -> None:
+    k, v = map(jnp.asarray, random_kv(3))
+    token_pages, token_offsets = np.array([7, 7, 9]), np.array([2, 3, 0])
+    side_by_side = write_pages(init_gqa_pages(*SIZES, jnp.float32), k, v, token_pages, token_offsets)
+    stacked = jnp.zeros(gqa_pages_shape(*SIZES, stacked=True))
+    written = write_pages(stacked, k, v, token_pages, token_offsets)
+    assert stacked.size == side_by_side.size
+    for part, expected in zip(split_kv(written, HEAD_DIM), split_kv(side_by_side, HEAD_DIM), strict=True):
+        np.testing.assert_array_equal(part, expected)
+
+
+def test_pages_of_another_head_dim_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit K and V of head_dim 5"):
+        page_size_of(init_gqa_pages(*SIZES, jnp.float32), 5)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.int8, 0.5), (jnp.float8_e4m3fn, 16)])
