@@ -24,7 +24,7 @@ class EngineConfig:
     scan_layers: one `lax.scan` over stacked layers instead of unrolled ones; None picks by platform (True on TPU).
     async_scheduling: plan a step while the device still runs the one before it.
     compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
-    kv_trace: file that every page event is appended to, as JSON lines.
+    kv_trace: file that every page event is written to, as JSON lines.
     seed: for the draws of requests without a seed, and for dummy weights.
     """
 

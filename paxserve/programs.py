@@ -105,11 +105,15 @@ class ProgramBuilder:
         jobs["set_history"] = functools.partial(set_history.lower, state, slot, row)
 
         programs = {}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        progress("compiling", 0, len(jobs))
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
             compiled = pool.map(lambda lower: lower().compile(), jobs.values())
             for name, program in zip(jobs, compiled, strict=True):
                 programs[name] = program
                 progress("compiling", len(programs), len(jobs))
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupt waits for the programs being compiled, not for all
         return Programs(
             steps={bucket: programs[bucket] for bucket in buckets},
             take_rows={bucket.tokens: programs[bucket.tokens] for bucket in buckets},
