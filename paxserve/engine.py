@@ -1,5 +1,6 @@
 """The engine: takes requests, turns plans into steps, and gives out what comes of them."""
 
+import logging
 import operator
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from paxserve.runner import InFlight, Runner
 from paxserve.sampling_params import MAX_BIASED_TOKENS, SamplingParams
 from paxserve.scheduler import PlannedRow, Scheduler, SchedulerConfig
 from paxserve.sequence_output import SequenceOutput, token_logprobs
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | Mapping[str, object]
 
@@ -51,7 +54,10 @@ class Engine:
         self.tokenizer = self.source.tokenizer
         self.runner = Runner(self.source, config, progress)
         self.config = config
-        self.limits = self.runner.limits
+        self.limits = limits = self.runner.limits
+        logger.info(
+            "KV pool: %d pages of %d tokens, %d tokens in all", limits.num_pages, limits.page_size, limits.pool_tokens
+        )
         self.stats = EngineStats()
         self._trace, self._close_trace = open_trace(config.kv_trace)
         pool = PagePool(self.limits.num_pages, self.limits.page_size, self._trace)

@@ -29,9 +29,8 @@ class LLM:
         with Display(enabled=progress) as display:
             self.engine = Engine(config, display.update)
         self._ids = itertools.count()
-        self._inboxes: dict[
-            str, dict[str, RequestOutput]
-        ] = {}  # by request: its iterator's, and there by request again
+        # By request id: what waits for the iterator that asked for it. All requests of an iterator share one inbox.
+        self._inboxes: dict[str, dict[str, RequestOutput]] = {}
 
     def generate(
         self,
