@@ -18,12 +18,13 @@ class EngineConfig:
     num_pages: pages of the KV pool, the null page included.
     kv_cache_bytes: size of the pool in bytes instead; by default 1 GiB on CPU, on TPU and GPU what is left of
         memory_fraction after weights and the largest step.
+    memory_fraction: of a TPU's or GPU's memory, what the engine may use (default 0.9); refused where it would not count.
     max_num_seqs: sequences advanced together at most (default 32 on CPU, 256 elsewhere).
     max_num_batched_tokens: tokens per step at most; longer prompts are prefilled in chunks (default 1024 on CPU, else 2048).
     attention: implementation of paged attention, by name; None picks by platform.
     scan_layers: one `lax.scan` over stacked layers instead of unrolled ones; None picks by platform (True on TPU).
     async_scheduling: plan a step while the device still runs the one before it.
-    compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
+    compilation_cache_dir: where compiled programs are kept between runs; None leaves JAX's own setting alone.
     kv_trace: file that every page event is written to, as JSON lines.
     seed: for the draws of requests without a seed, and for dummy weights.
     """
@@ -35,7 +36,7 @@ class EngineConfig:
     page_size: int = 32
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
-    memory_fraction: float = 0.9
+    memory_fraction: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     attention: str | None = None
@@ -62,8 +63,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        if not 0 < self.memory_fraction <= 1:
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction}: must be in (0, 1]")
+        if self.memory_fraction is not None and (self.num_pages or self.kv_cache_bytes):
+            raise ValueError(
+                "memory_fraction has no effect when num_pages or kv_cache_bytes sets the pool; drop one of them"
+            )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise ValueError("num_pages and kv_cache_bytes both set the size of the KV pool; give one of them")
 

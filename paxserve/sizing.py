@@ -15,6 +15,10 @@ CPU_KV_CACHE_BYTES = 2**30
 """Size of the KV pool on CPU unless the options say otherwise."""
 
 
+MEMORY_FRACTION = 0.9
+"""Of a TPU's or GPU's memory, what the engine uses unless the options say otherwise."""
+
+
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: str) -> int:
     """KV bytes of one page over all layers."""
     return (
@@ -33,6 +37,11 @@ def size_limits(
     Raises ValueError if the pool cannot hold one sequence of max_model_len.
     """
     on_cpu = device.platform == "cpu"
+    if on_cpu and config.memory_fraction is not None:
+        raise ValueError(
+            f"memory_fraction={config.memory_fraction}: on CPU the pool does not follow from the memory; "
+            "set kv_cache_bytes or num_pages"
+        )
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -59,7 +68,7 @@ def size_limits(
             pool = CPU_KV_CACHE_BYTES
         else:
             # The largest step's needs beside the pool do not depend on the pool's size: ask with the smallest one.
-            memory = int((device.memory_stats() or {})["bytes_limit"] * config.memory_fraction)
+            memory = int((device.memory_stats() or {})["bytes_limit"] * (config.memory_fraction or MEMORY_FRACTION))
             pool = memory - step_bytes(limits) + limits.num_pages * page
         usable = max_num_seqs * limits.pages_per_seq + 1
         limits = replace(limits, num_pages=min(pool // page, usable))

@@ -1,0 +1,55 @@
+"""The KV pool's size from a device's memory; the device is made up, no program is compiled."""
+
+from dataclasses import dataclass
+
+import pytest
+from tiny_checkpoints import hf_config
+
+from paxserve.config import EngineConfig
+from paxserve.models.config_hf import config_from_hf
+from paxserve.sizing import bytes_per_page, size_limits
+
+MODEL = config_from_hf(hf_config())
+PAGE = bytes_per_page(MODEL, 32, "float32")
+
+
+@dataclass
+class Device:
+    platform: str
+    memory: int
+
+    def memory_stats(self):
+        return {"bytes_limit": self.memory}
+
+
+def num_pages(memory_pages: int, step_pages: int, **options) -> int:
+    """Pages of the pool on a GPU whose memory and whose largest step are so many pages large; the step has 2 of them."""
+    config = EngineConfig(model="any", **options)
+    device = Device("gpu", memory_pages * PAGE)
+    return size_limits(config, MODEL, "float32", device, lambda limits: step_pages * PAGE).num_pages
+
+
+def test_pool_takes_what_the_largest_step_leaves():
+    assert num_pages(1000, 102) == 1000 * 9 // 10 - 100
+    assert num_pages(1000, 102, memory_fraction=0.5) == 500 - 100
+
+
+def test_pool_is_no_larger_than_all_sequences_can_use():
+    assert num_pages(10**6, 102, max_num_seqs=4, max_model_len=64) == 4 * 2 + 1
+
+
+def test_no_memory_left_is_an_error():
+    with pytest.raises(ValueError, match="needs at least 2"):
+        num_pages(100, 102)
+
+
+@pytest.mark.parametrize("size", [{"num_pages": 9}, {"kv_cache_bytes": 10**6}])
+def test_memory_fraction_is_refused_where_the_pool_has_a_size(size):
+    with pytest.raises(ValueError, match="memory_fraction has no effect"):
+        EngineConfig(model="any", memory_fraction=0.5, **size)
+
+
+def test_memory_fraction_is_refused_on_cpu():
+    config = EngineConfig(model="any", memory_fraction=0.5)
+    with pytest.raises(ValueError, match=r"memory_fraction=0\.5: on CPU"):
+        size_limits(config, MODEL, "float32", Device("cpu", 0), lambda limits: 0)
