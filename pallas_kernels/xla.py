@@ -1,8 +1,8 @@
 """Paged attention for any device: chunks of pages, an online softmax (arXiv:1805.02867), never the whole gathered cache.
 
-Sequences with one query token are one batch over sequences. Longer queries are cut into tiles, taken one after the
-other in a loop with a dynamic trip count. Either way the cost follows the contexts that are there, not the width of
-the block tables or of the pool.
+Sequences with one query token are computed in lanes of sequences with like contexts, longer queries in tiles of one
+sequence; lanes and tiles are taken one after the other in loops with dynamic trip counts. Either way the cost follows the
+contexts that are there, not the width of the block tables or of the pool.
 """
 
 from collections.abc import Callable

@@ -114,6 +114,7 @@ class Engine:
         started = time.monotonic()
         plan = self.scheduler.plan(started)
         self.stats.preemptions += len(plan.preempted)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.scheduler.pool.used_pages)
         if plan.rows:
             self._in_flight.append((self.runner.dispatch(plan), time.monotonic()))
         elif not self._in_flight:
@@ -193,7 +194,6 @@ class Engine:
         stats.padded_tokens += bucket.tokens - plan.num_tokens
         stats.prompt_tokens += sum(min(r.count, max(len(r.request.prompt_token_ids) - r.start, 0)) for r in plan.rows)
         stats.step_seconds[bucket].append(seconds)
-        stats.peak_pages = max(stats.peak_pages, self.scheduler.pool.used_pages)
         stats.compiles = self.runner.compiles_after_warmup
 
     def _output(self, group: _Group) -> RequestOutput:

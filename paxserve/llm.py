@@ -65,7 +65,8 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """The same, giving each request's output whenever it grew (the same object each time, with more in it).
+        """The same, giving each request's output whenever it grew. Its `outputs` are the same objects each time, with more in
+        them.
 
         Leaving the iterator early aborts what is unfinished.
         """

@@ -38,7 +38,6 @@ class PagePool:
             raise ValueError(f"page_size={page_size}: must be at least 1 token")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.peak_used = 0
         self._trace = trace
         self._free = deque(range(1, num_pages))
         self._refcounts = [0] * num_pages
@@ -72,7 +71,6 @@ class PagePool:
             assert self._refcounts[page] == 0
             self._refcounts[page] = 1
             self._record("allocate", page, owner)
-        self.peak_used = max(self.peak_used, self.used_pages)
         return pages
 
     def share(self, pages: Sequence[int], owner: str) -> list[int]:

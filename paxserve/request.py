@@ -56,11 +56,6 @@ class Request:
         return self.num_tokens - self.num_computed
 
     @property
-    def num_outputs(self) -> int:
-        """Sampled tokens, those the host has not seen yet included."""
-        return len(self.output_token_ids) + self.num_pending
-
-    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 

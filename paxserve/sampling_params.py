@@ -99,11 +99,6 @@ class SamplingParams:
         bounded = all(-_MAX_BIAS <= v <= _MAX_BIAS or v == -math.inf for v in bias.values())
         _require(bounded, "logit_bias", bias, f"within {_MAX_BIAS:g} of 0, or -inf to bar a token")
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether drawing a token needs the tokens before it."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
-
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
     if not ok:

@@ -93,7 +93,6 @@ class Scheduler:
             )
         self.config = config
         self.pool = pool
-        self.num_preemptions = 0
         self._waiting: list[Request] = []  # in order
         self._running: list[Request] = []  # in order
         self._free_slots = list(range(config.max_num_seqs))
@@ -240,7 +239,6 @@ class Scheduler:
             if self.pool.pages_for(request.num_tokens + 1) + spoken_for > self.pool.free_pages:
                 return
             self._waiting.remove(request)
-            self._free_slots.sort(reverse=True)
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
             bisect.insort(self._running, request, key=_order)
@@ -272,7 +270,6 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        self.num_preemptions += 1
         bisect.insort(self._waiting, request, key=_order)
 
     def _finish(self, request: Request, reason: str) -> None:

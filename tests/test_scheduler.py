@@ -317,4 +317,4 @@ def test_pool_takes_all_pages_or_none():
     with pytest.raises(OutOfPages):
         pool.allocate(2, "b")
     assert pool.free_pages == 1
-    assert pool.peak_used == 2
+    assert pool.used_pages == 2
