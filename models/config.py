@@ -30,11 +30,65 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what is cached of a token is one latent and one key.
+
+    q_lora_rank: width of the query's low-rank bottleneck, None where queries are projected at once.
+    kv_lora_rank: width of the latent that keys and values are expanded from.
+    qk_nope_head_dim, qk_rope_head_dim: a head's query and key dimensions without and with RoPE; the RoPE part of the key
+    is shared by all heads.
+    rope_interleaved: RoPE turns neighbouring pairs (x[2i], x[2i + 1]), the order of the released weights, rather than
+    (x[i], x[i + half]).
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleaved: bool = True
+
+    @property
+    def cached_dim(self) -> int:
+        """Values that the cache holds of a token in a layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts (arXiv:1701.06538) in place of the MLP in some layers.
+
+    layers[l]: whether layer l has experts; the others have a dense MLP of `ModelConfig.intermediate_size`.
+    intermediate_size: width of one routed expert. shared_intermediate_size: joint width of the shared experts, 0: none.
+    scoring: "softmax" or "sigmoid" of the router's logits.
+    groups, top_groups: experts are chosen from the `top_groups` best of `groups` groups of neighbours
+    (group-limited routing); 1 and 1: from all.
+    group_score: a group's rank is by its best score, "max" (DeepSeek-V2), or the sum of its two best, "top2" (V3).
+    score_bias: a learned bias per expert counts in choosing experts, not in weighing them (arXiv:2408.15664).
+    normalize: the chosen experts' weights are made to sum to 1; then they are multiplied by `scaling`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    shared_intermediate_size: int = 0
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    score_bias: bool = False
+    normalize: bool = True
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP.
+    """A decoder-only transformer with RMSNorm, RoPE, attention over a KV cache and a gated MLP or experts.
 
     MHA is `num_kv_heads == num_heads`, MQA is `num_kv_heads == 1`. `windows[l]` is layer l's sliding window in tokens
-    (a query sees itself and the window - 1 tokens before it), None for full attention.
+    (a query sees itself and the window - 1 tokens before it), None for full attention. With `mla`, `num_kv_heads` is
+    `num_heads` and `head_dim` a query head's whole width, RoPE part included.
     """
 
     architecture: str
@@ -57,12 +111,16 @@ class ModelConfig:
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot be shared evenly by {self.num_kv_heads} KV heads")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} window entries for {self.num_layers} layers")
+        if self.moe is not None and len(self.moe.layers) != self.num_layers:
+            raise ValueError(f"{len(self.moe.layers)} entries of moe.layers for {self.num_layers} layers")
 
     @property
     def group(self) -> int:
