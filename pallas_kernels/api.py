@@ -1,12 +1,17 @@
 """The public entry to paged attention: checks the arguments and picks an implementation."""
 
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels import reference, xla
 from paxserve.pallas_kernels.layout import Scale, page_size_of
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+IMPLEMENTATIONS = ("reference", "xla", "numba_cpu")
+"""The modules with implementations; each is imported when it is used."""
 
 
 def paged_attention(
@@ -35,7 +40,7 @@ def paged_attention(
     padding. Block-table entries past a sequence's context, and the slots past it, may hold anything, NaN included.
 
     `max_query_len` is a static bound on the query tokens per sequence; 1 promises a decode step.
-    `implementation` is "reference", "xla" or None for the platform's own.
+    `implementation` is one of IMPLEMENTATIONS, or None for the default backend's own.
 
     Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
     disjoint keys can be merged. Padding tokens get 0 and -inf.
@@ -67,7 +72,8 @@ def paged_attention(
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    return IMPLEMENTATIONS[choose_implementation(implementation)](
+    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype)
+    return _module(chosen).paged_attention(
         q,
         kv_pages,
         block_tables,
@@ -83,10 +89,31 @@ def paged_attention(
     )
 
 
-def choose_implementation(implementation: str | None) -> str:
-    """The implementation in effect. Raises ValueError for an unknown one."""
+def choose_implementation(implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike) -> str:
+    """The implementation in effect on a platform for queries and pages of these dtypes.
+
+    None is "numba_cpu" on CPU where Numba is installed (the extra "cpu") and reads the dtypes, and "xla" elsewhere. Raises
+    ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
+    """
     if implementation is None:
-        return "xla"
+        return "xla" if _why_not_numba_cpu(platform, *dtypes) else "numba_cpu"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    if implementation == "numba_cpu" and (reason := _why_not_numba_cpu(platform, *dtypes)):
+        raise NotImplementedError(f"attention implementation 'numba_cpu' is not available: {reason}")
     return implementation
+
+
+def _why_not_numba_cpu(platform: str, *dtypes: jax.typing.DTypeLike) -> str | None:
+    if platform != "cpu":
+        return f"it runs on CPU, not on {platform}"
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed (pip install 'paxserve[cpu]')"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in _module("numba_cpu").DTYPES:
+            return f"it does not read {jnp.dtype(dtype).name}"
+    return None
+
+
+def _module(implementation: str) -> Any:
+    return importlib.import_module(f"paxserve.pallas_kernels.{implementation}")
