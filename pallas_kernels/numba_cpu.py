@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 from llvmlite import ir
 from numba import cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paxserve.pallas_kernels import numba_ffi
@@ -27,6 +28,7 @@ ROW_BLOCK = 256  # keys that they take at a time
 VECTOR = 16  # float32 in a vector: a register of AVX-512, several where registers are smaller
 ROWS = 32  # float32 in a row of the innermost product
 MANY, FEW = 8, 3  # rows that it computes at a time, keeping ROWS / VECTOR sums of each in registers
+CACHE_LINE = 64  # bytes
 NO_WINDOW = 2**30
 LOWEST = np.float32(np.finfo(np.float32).min)  # the logit of a key that is not seen
 START = np.float32(-1e30)  # the running maximum before any key: above LOWEST, so that unseen keys weigh nothing
@@ -83,6 +85,21 @@ def float_at(typing: Any, address: Any, index: Any, like: Any) -> Any:
         return _widen(builder, builder.load(builder.gep(elements, [args[1]])))
 
     return types.float32(types.intp, types.intp, like), generate
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Starts to load the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        reading_data_to_keep = [ir.Constant(word, value) for value in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], byte), *reading_data_to_keep])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
 
 
 @intrinsic
@@ -332,7 +349,12 @@ def attend_rows(
         while at < stop:
             end = min(at - at % page_size + page_size, stop)
             k = kv[page_rows[at // page_size]].ctypes.data + size * page_width * (at % page_size)
+            following = kv[page_rows[min(end, last) // page_size]].ctypes.data
+            per_key = kv[0].nbytes // page_size
             for i in range(at - key, end - key):
+                for line in range(0, per_key, CACHE_LINE):
+                    prefetch(following + line)
+                following += per_key
                 for r in range(rows):
                     x = np.float32(0.0)
                     if vector_keys:

@@ -47,19 +47,19 @@ def test_structs_are_as_the_installed_header_has_them():
     version = struct("XLA_FFI_Api_Version")[0]["major_version"]
     metadata, extension = (struct(f"XLA_FFI_Metadata{name}")[0] for name in ("", "_Extension"))
     base = next(name for name in ("InternalExtension", "Extension_Base") if f"struct XLA_FFI_{name} {{" in HEADER)
-    assert WORD * numba_ffi.FRAME_EXTENSION == frame["extension_start"]
-    assert WORD * numba_ffi.FRAME_API == frame["api"]
-    assert WORD * numba_ffi.FRAME_CONTEXT == frame["ctx"]
-    assert WORD * numba_ffi.FRAME_ARGS == frame["args"] + lists[0]["args"]
-    assert WORD * numba_ffi.FRAME_RETS == frame["rets"] + lists[1]["rets"]
-    assert WORD * numba_ffi.BUFFER_DATA == buffer["data"]
-    assert WORD * numba_ffi.BUFFER_DIMS == buffer["dims"]
-    assert WORD * numba_ffi.EXTENSION_TYPE == struct(f"XLA_FFI_{base}")[0]["type"]
-    assert WORD * numba_ffi.EXTENSION_METADATA == extension["metadata"]
-    assert WORD * numba_ffi.METADATA_VERSION == metadata["api_version"] + version
-    assert WORD * numba_ffi.API_VERSION == api["api_version"] + version
-    assert WORD * numba_ffi.API_SCHEDULE == api["XLA_FFI_ThreadPool_Schedule"]
-    assert WORD * numba_ffi.API_NUM_THREADS == api["XLA_FFI_ThreadPool_NumThreads"]
+    assert frame["extension_start"] == WORD * numba_ffi.FRAME_EXTENSION
+    assert frame["api"] == WORD * numba_ffi.FRAME_API
+    assert frame["ctx"] == WORD * numba_ffi.FRAME_CONTEXT
+    assert frame["args"] + lists[0]["args"] == WORD * numba_ffi.FRAME_ARGS
+    assert frame["rets"] + lists[1]["rets"] == WORD * numba_ffi.FRAME_RETS
+    assert buffer["data"] == WORD * numba_ffi.BUFFER_DATA
+    assert buffer["dims"] == WORD * numba_ffi.BUFFER_DIMS
+    assert struct(f"XLA_FFI_{base}")[0]["type"] == WORD * numba_ffi.EXTENSION_TYPE
+    assert extension["metadata"] == WORD * numba_ffi.EXTENSION_METADATA
+    assert metadata["api_version"] + version == WORD * numba_ffi.METADATA_VERSION
+    assert api["api_version"] + version == WORD * numba_ffi.API_VERSION
+    assert api["XLA_FFI_ThreadPool_Schedule"] == WORD * numba_ffi.API_SCHEDULE
+    assert api["XLA_FFI_ThreadPool_NumThreads"] == WORD * numba_ffi.API_NUM_THREADS
     for name in ("Schedule", "NumThreads"):
         offsets = struct(f"XLA_FFI_ThreadPool_{name}_Args")[0]
         assert list(offsets.values()) == [WORD * i for i in range(len(offsets))]
