@@ -13,6 +13,7 @@ MESH_AXES = ("data", "kv_head", "kv_page")
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": ("kv_head", "kv_page"),
     "mlp": ("kv_head", "kv_page"),
+    "expert": MESH_AXES,
     "kv_heads": "kv_head",
     "page": ("data", "kv_page"),
     "embed": None,
