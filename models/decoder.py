@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Num
 from paxserve.models.batch import AttentionBatch
 from paxserve.models.config import ModelConfig
 from paxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from paxserve.models.moe import MoE
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, rope_table
 
@@ -36,7 +37,11 @@ class DecoderLayer(nnx.Module):
         self.attn_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
         self.attn = make_attention(declare, config)
         self.mlp_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
-        self.mlp = GatedMLP(declare, config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias)
+        self.mlp: MoE | GatedMLP
+        if config.moe is not None and config.moe.layers[index]:
+            self.mlp = MoE(declare, config.hidden_size, config.moe)
+        else:
+            self.mlp = GatedMLP(declare, config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias)
 
     def __call__(
         self,

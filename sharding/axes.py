@@ -15,6 +15,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": ("kv_head", "kv_page"),
     "mlp": ("kv_head", "kv_page"),
     "heads": ("kv_head", "kv_page"),
+    "expert": MESH_AXES,
     "kv_heads": "kv_head",
     "page": ("data", "kv_page"),
     "embed": None,
