@@ -3,7 +3,14 @@
 from paxserve.models.config import ModelConfig
 from paxserve.models.llama import Llama
 
-MODELS: dict[str, type[Llama]] = {"llama": Llama, "mistral": Llama, "qwen2": Llama, "qwen3": Llama}
+MODELS: dict[str, type[Llama]] = {
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Llama,
+    "qwen3": Llama,
+    "mixtral": Llama,
+    "qwen3_moe": Llama,
+}
 
 
 def model_class(config: ModelConfig) -> type[Llama]:
