@@ -204,7 +204,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=_token_ids(fields["eos_token_id"]),
         mla=mla,
         moe=config_deepseek.moe_config(fields) if is_deepseek else _moe(model_type, fields),
-        mtp_layers=fields["num_nextn_predict_layers"] if is_deepseek else 0,
+        mtp_layers=(fields["num_nextn_predict_layers"] or 0) if is_deepseek else 0,
     )
 
 
