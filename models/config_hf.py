@@ -7,7 +7,9 @@ numbers and is not implemented is refused by name, never ignored.
 from collections.abc import Mapping
 from typing import Any
 
+from paxserve.models import config_deepseek, config_moe
 from paxserve.models.config import ModelConfig, MoEConfig, RopeConfig
+from paxserve.models.config_quantization import check_quantization
 
 _SHARED_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -54,38 +56,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2": {**_QWEN_DEFAULTS, "attention_bias": True},
     "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
-    "mixtral": {
-        **_SHARED_DEFAULTS,
-        "vocab_size": 32_000,
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen3_moe": {
-        **_SHARED_DEFAULTS,
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32_768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-    },
+    "mixtral": {**_SHARED_DEFAULTS, **config_moe.MIXTRAL_DEFAULTS},
+    "qwen3_moe": {**_SHARED_DEFAULTS, **config_moe.QWEN3_MOE_DEFAULTS},
+    "deepseek_v2": {**_SHARED_DEFAULTS, **config_deepseek.V2_DEFAULTS},
+    "deepseek_v3": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
+    "kimi_k2": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
 }
+# Model types that are another one's architecture under their own name.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -93,6 +71,8 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # Fields of any model type with the only values that are implemented.
@@ -104,23 +84,16 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
 }
-# Quantised weights are read in one format, DeepSeek-V3's; the fields of its quantization_config, and their values. A
-# checkpoint shows by itself which weights are in it.
-_FP8_BLOCKS: Mapping[str, tuple[Any, ...]] = {
-    "quant_method": ("fp8",),
-    "fmt": ("e4m3",),
-    "weight_block_size": ([128, 128],),
-    "activation_scheme": ("dynamic",),
-}
-_FP8_SKIPPED = ("modules_to_not_convert", "ignored_layers")
-# Bias fields that a model type does not have, or has fixed.
-_FIXED_BIAS: Mapping[str, Mapping[str, bool]] = {
+# Fields that a model type does not have, or has fixed.
+_FIXED: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"attention_bias": True, "mlp_bias": False},
     "qwen3": {"mlp_bias": False},
     "mixtral": {"attention_bias": False, "mlp_bias": False},
     "qwen3_moe": {"mlp_bias": False},
+    "deepseek_v2": config_deepseek.V2_FIXED,
+    "deepseek_v3": config_deepseek.V3_FIXED,
 }
 _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -152,20 +125,26 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model_type: str = config.get("model_type", "")
     if model_type not in _DEFAULTS:
         raise NotImplementedError(f"model_type {model_type!r} is not supported; supported are {', '.join(_DEFAULTS)}")
+    fields = {**_DEFAULTS[model_type], **config}
+    model_type = _SAME_AS.get(model_type, model_type)
     architectures = config.get("architectures")
     if architectures and architectures != [_CLASSES[model_type]]:
         raise NotImplementedError(f"architectures {architectures} is not supported, only {_CLASSES[model_type]}")
-    fields = {**_DEFAULTS[model_type], **config}
     for field, values in _IMPLEMENTED.items():
         if fields.get(field) not in values:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported, only {values[-1]!r}")
-    for field, value in _FIXED_BIAS[model_type].items():
+    for field, value in _FIXED[model_type].items():
         if fields[field] != value:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported for {model_type}, only {value}")
 
-    _check_quantization(fields.get("quantization_config") or {})
+    if fields.get("quantization_config") is not None:
+        check_quantization(fields["quantization_config"])
 
     num_heads = fields["num_attention_heads"]
+    is_deepseek = model_type in ("deepseek_v2", "deepseek_v3")
+    mla = config_deepseek.mla_config(fields) if is_deepseek else None
+    # transformers' own head_dim of a DeepSeek model is the RoPE part alone.
+    head_dim = fields["head_dim"] if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim
     return ModelConfig(
         architecture=model_type,
         vocab_size=fields["vocab_size"],
@@ -174,7 +153,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_layers=fields["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=fields["num_key_value_heads"] or num_heads,
-        head_dim=fields["head_dim"] or fields["hidden_size"] // num_heads,
+        head_dim=head_dim or fields["hidden_size"] // num_heads,
         max_position_embeddings=fields["max_position_embeddings"],
         rms_norm_eps=fields["rms_norm_eps"],
         rope=_rope(fields),
@@ -187,33 +166,22 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         dtype=_dtype(fields),
         bos_token_id=fields["bos_token_id"],
         eos_token_ids=_token_ids(fields["eos_token_id"]),
+        mla=mla,
         moe=_moe(model_type, fields),
+        mtp_layers=(fields["num_nextn_predict_layers"] or 0) if is_deepseek else 0,
     )
 
 
-def _check_quantization(quantization: Mapping[str, Any]) -> None:
-    for field, value in quantization.items():
-        if field not in _FP8_SKIPPED and value not in _FP8_BLOCKS.get(field, ()):
-            raise NotImplementedError(
-                f"quantization_config with {field}={value!r} is not supported, only FP8 with blocks of 128 x 128"
-            )
-    if quantization and (missing := _FP8_BLOCKS.keys() - {"fmt"} - quantization.keys()):
-        raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}")
-
-
 def _moe(model_type: str, fields: Mapping[str, Any]) -> MoEConfig | None:
-    if model_type not in ("mixtral", "qwen3_moe"):
-        return None
-    num_layers, num_experts = fields["num_hidden_layers"], fields.get("num_experts", fields["num_local_experts"])
-    if model_type == "mixtral":
-        layers, normalize, width = (True,) * num_layers, True, fields["intermediate_size"]
-    else:
-        dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
-        layers = tuple(num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-        normalize, width = fields["norm_topk_prob"], fields["moe_intermediate_size"]
-    if not any(layers):
-        return None
-    return MoEConfig(num_experts, fields["num_experts_per_tok"], width, layers, normalize=normalize)
+    match model_type:
+        case "mixtral":
+            return config_moe.mixtral_moe(fields)
+        case "qwen3_moe":
+            return config_moe.qwen3_moe(fields)
+        case "deepseek_v2" | "deepseek_v3":
+            return config_deepseek.moe_config(fields)
+        case _:
+            return None
 
 
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
@@ -257,9 +225,9 @@ def _unnest(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(model_type: str, fields: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's sliding window: none for llama, chosen layers for qwen2 and qwen3, all layers for the others."""
+    """Each layer's sliding window: none for most, chosen layers of qwen2 and qwen3, all layers of the others with one."""
     num_layers = fields["num_hidden_layers"]
-    window = None if model_type == "llama" else fields["sliding_window"]
+    window = fields["sliding_window"] if "sliding_window" in _DEFAULTS[model_type] else None
     chosen_layers = model_type in ("qwen2", "qwen3")
     if model_type.startswith("qwen") and not fields["use_sliding_window"]:
         window = None
