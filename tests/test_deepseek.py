@@ -30,9 +30,11 @@ def orbax(model, tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("attention", ["reference", "xla"])
-@pytest.mark.parametrize("source", ["safetensors", "orbax"])
-def test_generate(model, orbax, source, attention, xla_cache, capsys):
+@pytest.mark.parametrize(
+    ("source", "attention", "layers"),
+    [("safetensors", "reference", "--no-scan-layers"), ("orbax", "xla", "--scan-layers")],
+)
+def test_generate(model, orbax, source, attention, layers, xla_cache, capsys):
     directory, dense = model
     flags = {
         "model": orbax if source == "orbax" else directory,
@@ -45,7 +47,6 @@ def test_generate(model, orbax, source, attention, xla_cache, capsys):
         "compilation-cache-dir": xla_cache,
     }
     arguments = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    layers = "--scan-layers" if source == "orbax" else "--no-scan-layers"
     assert main(["generate", *PROMPTS, "--json", layers, *arguments]) == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
