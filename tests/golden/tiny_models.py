@@ -42,6 +42,16 @@ _DEEPSEEK = {
     "rope_theta": 10_000.0,
 }
 del _DEEPSEEK["head_dim"]
+_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+}
 _DEEPSEEK_V2 = {**_DEEPSEEK, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
 _DEEPSEEK_V3 = {**_DEEPSEEK, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 _QWEN2 = {**_SMALL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1_000_000.0}
@@ -153,6 +163,22 @@ MODELS = {
         },
     },
     "deepseek_v3_not_interleaved": {**_DEEPSEEK_V3, "rope_interleave": False, "tie_word_embeddings": True},
+    "deepseek_v2_experts": {
+        **_DEEPSEEK_V2,
+        **_EXPERTS,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+    },
+    "deepseek_v2_lite_experts": {
+        **_DEEPSEEK_V2,
+        **_EXPERTS,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
+        "mlp_bias": True,
+    },
+    "deepseek_v3_experts": {**_DEEPSEEK_V3, **_EXPERTS, "q_lora_rank": 28, "routed_scaling_factor": 2.5},
 }
 
 # What config.json says of experts, by way of which they are chosen.
