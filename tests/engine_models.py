@@ -27,8 +27,8 @@ RANDOM_MODELS = {"qwen2_some_windows": DenseLlama, "deepseek_v3_experts": DenseD
 
 def write_random(directory: Path, name: str = "qwen2_some_windows", **fields) -> DenseLlama:
     """A model without tokenizer: Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; or
-    DeepSeek-V3 with latent attention, a dense layer and two of experts."""
-    config = {**MODELS[name], "max_position_embeddings": 128, **fields}
+    DeepSeek-V3 with latent attention, a dense layer and one of experts."""
+    config = {**MODELS[name], "num_hidden_layers": 2, "max_position_embeddings": 128, **fields}
     tensors = {source.name: weight(source.name, source.shape) for source in tensor_sources(config_from_hf(config))}
     write_hf(directory, config, tensors)
     return RANDOM_MODELS[name](config, tensors)
