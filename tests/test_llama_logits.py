@@ -85,7 +85,7 @@ def build(config, scan_layers, dtype):
     return graph, nnx.from_flat_state(
         {
             tuple(int(part) if part.isdigit() else part for part in path): param.replace(
-                jnp.asarray(values[path], dtype)
+                jnp.asarray(values[path], param.dtype)
             )
             for path, param in state.items()
         }
@@ -138,7 +138,7 @@ def test_scanned_equals_unrolled(name):
     np.testing.assert_allclose(pages[0], pages[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama_mha", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama_mha", "mixtral_window", "qwen3_moe_some_dense", "deepseek_v3"])
 def test_bfloat16_is_near(name):
     runner = Runner(name, scan_layers=False, attention="xla", dtype=jnp.bfloat16)
     (logits,) = runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS)
