@@ -1,5 +1,6 @@
 """What a model's architecture is, as one frozen dataclass, whatever file it was read from."""
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -81,6 +82,16 @@ class MoEConfig:
     normalize: bool = True
     scaling: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.num_experts % self.groups:
+            raise ValueError(f"{self.num_experts} experts cannot be split into {self.groups} groups of one size")
+        reachable = self.num_experts // self.groups * self.top_groups
+        if not 1 <= self.experts_per_token <= reachable <= self.num_experts:
+            raise ValueError(
+                f"{self.experts_per_token} experts per token cannot be chosen from {self.top_groups} of {self.groups} "
+                f"groups of {self.num_experts} experts"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -88,7 +99,8 @@ class ModelConfig:
 
     MHA is `num_kv_heads == num_heads`, MQA is `num_kv_heads == 1`. `windows[l]` is layer l's sliding window in tokens
     (a query sees itself and the window - 1 tokens before it), None for full attention. With `mla`, `num_kv_heads` is
-    `num_heads` and `head_dim` a query head's whole width, RoPE part included.
+    `num_heads` and `head_dim` a query head's whole width, RoPE part included. `mtp_layers` layers for multi-token
+    prediction (arXiv:2412.19437, section 2.2) follow the `num_layers` in a checkpoint; they are not run.
     """
 
     architecture: str
@@ -113,6 +125,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -121,8 +134,24 @@ class ModelConfig:
             raise ValueError(f"{len(self.windows)} window entries for {self.num_layers} layers")
         if self.moe is not None and len(self.moe.layers) != self.num_layers:
             raise ValueError(f"{len(self.moe.layers)} entries of moe.layers for {self.num_layers} layers")
+        if self.mla is not None and (any(self.windows) or self.num_kv_heads != self.num_heads):
+            raise ValueError(
+                f"latent attention with windows {self.windows} and {self.num_kv_heads} KV heads of {self.num_heads} heads; "
+                "it has no windows, and a key for every head"
+            )
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that RoPE rotates."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    def alike_layers(self) -> list[range]:
+        """The layers in runs with parameters of the same shapes: those with experts and those without."""
+        has_experts = (False,) * self.num_layers if self.moe is None else self.moe.layers
+        starts = [i for i in range(self.num_layers) if i == 0 or has_experts[i] != has_experts[i - 1]]
+        return [range(*bounds) for bounds in itertools.pairwise([*starts, self.num_layers])]

@@ -471,8 +471,8 @@ def tokens_per_tile(group: int) -> int:
     return max(TILE_ROWS // group, 1)
 
 
-def _kernel(q_dtype: Any, pages_dtype: Any, key_dim: int, value_dim: int) -> tuple[Any, Any]:
-    """(count, work) for `numba_ffi.register`, compiled for these constants."""
+def _kernel(q_dtype: Any, pages_dtype: Any) -> tuple[Any, Any]:
+    """(count, work) for `numba_ffi.register`."""
 
     @cfunc(types.intp(types.intp), cache=True)
     def count(frame: int) -> int:
@@ -490,6 +490,7 @@ def _kernel(q_dtype: Any, pages_dtype: Any, key_dim: int, value_dim: int) -> tup
         tokens, heads = dim(arguments, Q, 0), dim(arguments, Q, 1)
         pages, kv_heads = dim(arguments, PAGES, 0), dim(arguments, PAGES, 1)
         seqs, group = dim(arguments, TABLES, 0), heads // kv_heads
+        key_dim, value_dim = dim(arguments, Q, 2), dim(results, 0, 2)
         q = data(arguments, Q, (tokens, kv_heads, group, key_dim), q_dtype)
         kv_shape = (pages * kv_heads, dim(arguments, PAGES, 2), dim(arguments, PAGES, 3))
         kv = data(arguments, PAGES, kv_shape, pages_dtype)
@@ -578,12 +579,12 @@ _targets: set[str] = set()
 _compiling = threading.Lock()
 
 
-def _target(*constants: Any) -> str:
-    """The name of the call compiled for `_kernel`'s constants."""
-    name = "paxserve_paged_attention_" + "_".join(getattr(c, "__name__", str(c)) for c in constants)
+def _target(q_dtype: Any, pages_dtype: Any) -> str:
+    """The name of the call compiled for these dtypes."""
+    name = f"paxserve_paged_attention_{q_dtype.__name__}_{pages_dtype.__name__}"
     with _compiling:
         if name not in _targets:
-            numba_ffi.register(name, *_kernel(*constants))
+            numba_ffi.register(name, *_kernel(q_dtype, pages_dtype))
             _targets.add(name)
     return name
 
@@ -603,26 +604,85 @@ def paged_attention(
     v_scale: Scale | None,
     max_query_len: int | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.paged_attention`; `max_query_len` is not needed here.
-
-    Raises NotImplementedError for a dtype that is not in DTYPES and a head_dim that is not a multiple of 4.
-    """
+    """See `paxserve.pallas_kernels.paged_attention`; `max_query_len` is not needed here."""
     del max_query_len
-    tokens, heads, head_dim = q.shape
+    head_dim = q.shape[2]
     page_size = page_size_of(kv_pages, head_dim)
-    value_row, value_column = (page_size, 0) if kv_pages.shape[3] == head_dim else (0, head_dim)
-    target = _target(DTYPES[str(q.dtype)], DTYPES[str(kv_pages.dtype)], head_dim, head_dim)
-    integers = [NO_WINDOW if window is None else window, page_size, value_row, value_column]
-    logit_scale = scale if k_scale is None else scale * k_scale
-    results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    out, lse = jax.ffi.ffi_call(target, results)(
+    out, lse = _attend(
         q,
         kv_pages,
         block_tables,
         context_lens,
         query_starts,
-        jnp.array(integers, jnp.int32),
-        jnp.array([logit_scale, soft_cap or 0.0], jnp.float32),
-        jnp.full(heads, LOWEST) if sinks is None else sinks.astype(jnp.float32),
+        value_dim=head_dim,
+        page_size=page_size,
+        values_at=(page_size, 0) if kv_pages.shape[3] == head_dim else (0, head_dim),
+        window=window,
+        scale=scale if k_scale is None else scale * k_scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
     )
     return (out if v_scale is None else (out * v_scale).astype(q.dtype)), lse
+
+
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    k_scale: Scale | None,
+    max_query_len: int | None,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
+    del max_query_len
+    out, lse = _attend(
+        jnp.concatenate([q_latent, q_rope], axis=-1),
+        latent_pages[:, None],
+        block_tables,
+        context_lens,
+        query_starts,
+        value_dim=q_latent.shape[2],
+        page_size=latent_pages.shape[1],
+        values_at=(0, 0),
+        window=None,
+        scale=scale if k_scale is None else scale * k_scale,
+        soft_cap=soft_cap,
+        sinks=None,
+    )
+    return (out if k_scale is None else (out * k_scale).astype(q_latent.dtype)), lse
+
+
+def _attend(
+    q: Float[Array, "tokens heads key_dim"],
+    pages: Num[Array, "pages kv_heads slots width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    value_dim: int,
+    page_size: int,
+    values_at: tuple[int, int],
+    window: int | Int[Array, ""] | None,
+    scale: Scale,
+    soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
+    """Keys are the first key_dim columns of a page's first page_size slots; values start at slot and column `values_at`."""
+    tokens, heads, _ = q.shape
+    target = _target(DTYPES[str(q.dtype)], DTYPES[str(pages.dtype)])
+    out = jax.ShapeDtypeStruct((tokens, heads, value_dim), q.dtype)
+    return jax.ffi.ffi_call(target, (out, jax.ShapeDtypeStruct((tokens, heads), jnp.float32)))(
+        q,
+        pages,
+        block_tables,
+        context_lens,
+        query_starts,
+        jnp.array([NO_WINDOW if window is None else window, page_size, *values_at], jnp.int32),
+        jnp.array([scale, soft_cap or 0.0], jnp.float32),
+        jnp.full(heads, LOWEST) if sinks is None else sinks.astype(jnp.float32),
+    )
