@@ -1,15 +1,19 @@
 """The public entry to paged attention: checks the arguments and picks an implementation."""
 
-from collections.abc import Collection
+import importlib
+import importlib.util
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels import reference, xla
 from paxserve.pallas_kernels.layout import Scale, page_size_of
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
-MLA_IMPLEMENTATIONS = {"reference": reference.mla_paged_attention, "xla": xla.mla_paged_attention}
+IMPLEMENTATIONS = ("reference", "xla", "numba_cpu")
+"""The modules with implementations; each is imported when it is used."""
+MLA_IMPLEMENTATIONS = ("reference", "xla")
+"""Those of them that compute latent attention."""
 
 
 def paged_attention(
@@ -38,7 +42,7 @@ def paged_attention(
     padding. Block-table entries past a sequence's context, and the slots past it, may hold anything, NaN included.
 
     `max_query_len` is a static bound on the query tokens per sequence; 1 promises a decode step.
-    `implementation` is "reference", "xla" or None for the platform's own.
+    `implementation` is one of IMPLEMENTATIONS, or None for the default backend's own.
 
     Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
     disjoint keys can be merged. Padding tokens get 0 and -inf.
@@ -62,7 +66,8 @@ def paged_attention(
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    return IMPLEMENTATIONS[choose_implementation(implementation)](
+    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype)
+    return _module(chosen).paged_attention(
         q,
         kv_pages,
         block_tables,
@@ -102,7 +107,8 @@ def mla_paged_attention(
     The batch, `soft_cap`, `max_query_len`, `implementation` ("reference", "xla" or None), what may lie in unused pages,
     and the log-sum-exp are as in `paged_attention`; the output is in q_latent's dtype.
 
-    Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation.
+    Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation, and
+    NotImplementedError for an implementation of `paged_attention` alone.
     """
     if q_latent.ndim != 3 or latent_pages.ndim != 3 or block_tables.ndim != 2:
         raise ValueError(
@@ -122,7 +128,9 @@ def mla_paged_attention(
     _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
-    return MLA_IMPLEMENTATIONS[choose_implementation(implementation, MLA_IMPLEMENTATIONS)](
+    platform = jax.default_backend()
+    chosen = choose_implementation(implementation, platform, q_latent.dtype, latent_pages.dtype, latent=True)
+    return _module(chosen).mla_paged_attention(
         q_latent,
         q_rope,
         latent_pages,
@@ -155,10 +163,39 @@ def _check_batch(
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
 
 
-def choose_implementation(implementation: str | None, among: Collection[str] = IMPLEMENTATIONS) -> str:
-    """The implementation in effect. Raises ValueError for one that is not `among` those of an attention."""
+def choose_implementation(
+    implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike, latent: bool = False
+) -> str:
+    """The implementation in effect on a platform for queries and pages of these dtypes.
+
+    latent: whether it is to compute latent attention, which only MLA_IMPLEMENTATIONS do.
+
+    None is "numba_cpu" on CPU where Numba is installed (the extra "cpu") and reads the dtypes, unless latent, and "xla"
+    elsewhere. Raises ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
+    """
     if implementation is None:
-        return "xla"
-    if implementation not in among:
-        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(among)}")
+        return "xla" if latent or _why_not_numba_cpu(platform, *dtypes) else "numba_cpu"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    if latent and implementation not in MLA_IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"attention implementation {implementation!r} does not compute latent attention; {sorted(MLA_IMPLEMENTATIONS)} do"
+        )
+    if implementation == "numba_cpu" and (reason := _why_not_numba_cpu(platform, *dtypes)):
+        raise NotImplementedError(f"attention implementation 'numba_cpu' is not available: {reason}")
     return implementation
+
+
+def _why_not_numba_cpu(platform: str, *dtypes: jax.typing.DTypeLike) -> str | None:
+    if platform != "cpu":
+        return f"it runs on CPU, not on {platform}"
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed (pip install 'paxserve[cpu]')"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in _module("numba_cpu").DTYPES:
+            return f"it does not read {jnp.dtype(dtype).name}"
+    return None
+
+
+def _module(implementation: str) -> Any:
+    return importlib.import_module(f"paxserve.pallas_kernels.{implementation}")

@@ -56,7 +56,11 @@ class Engine:
         self.config = config
         self.limits = limits = self.runner.limits
         logger.info(
-            "KV pool: %d pages of %d tokens, %d tokens in all", limits.num_pages, limits.page_size, limits.pool_tokens
+            "KV pool: %d pages of %d tokens, %d tokens in all; attention: %s",
+            limits.num_pages,
+            limits.page_size,
+            limits.pool_tokens,
+            self.runner.attention,
         )
         self.stats = EngineStats()
         self._trace, self._close_trace = open_trace(config.kv_trace)

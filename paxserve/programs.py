@@ -48,10 +48,10 @@ class ProgramBuilder:
     """Lowers and compiles the programs of one model on one mesh."""
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, *, dtype: str, scan_layers: bool, page_size: int, attention: str | None
+        self, model: ModelConfig, mesh: Mesh, *, dtype: str, scan_layers: bool, page_size: int, attention: str
     ) -> None:
         self.model, self.mesh, self.dtype = model, mesh, jnp.dtype(dtype)
-        self.scan_layers = scan_layers
+        self.scan_layers, self.attention = scan_layers, attention
         graph, self.declared = nnx.split(model_class(model)(model, dtype=self.dtype, scan_layers=scan_layers))
         leaves, tree = jax.tree.flatten(sharded_shapes(self.declared, mesh))
         self.params = tuple(leaves)

@@ -15,6 +15,7 @@ from paxserve.config import EngineConfig
 from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
 from paxserve.pack import pack, pack_sampling, sampling_key
+from paxserve.pallas_kernels import choose_implementation
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
 from paxserve.scheduler import PlannedRow, StepPlan
@@ -36,14 +37,18 @@ class InFlight:
 
 
 def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -> ProgramBuilder:
-    """The builder of an engine's programs, with what the options leave open decided by the model and the platform."""
+    """The builder of an engine's programs, with what the options leave open decided by the model and the platform.
+
+    Raises NotImplementedError if the attention implementation that the options name cannot do what is asked.
+    """
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
     return ProgramBuilder(
         model,
         make_mesh(devices=[device]),
-        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        dtype=dtype,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=config.attention,
+        attention=choose_implementation(config.attention, device.platform, dtype, latent=model.mla is not None),
     )
 
 
@@ -57,7 +62,7 @@ class Runner:
         device = jax.devices()[0]
         builder = make_builder(source.config, config, device)
         self.dtype = builder.dtype
-        self.scan_layers = builder.scan_layers
+        self.scan_layers, self.attention = builder.scan_layers, builder.attention
         self.limits = size_limits(config, source.config, builder.dtype.name, device, builder.step_bytes)
 
         progress("loading weights", 0, 1)

