@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from paxserve.cli import bench, chat, convert, generate, info
+from paxserve.cli import bench, chat, convert, footprint, generate, info
 
-COMMANDS = (generate, chat, convert, info, bench)
+COMMANDS = (generate, chat, convert, info, footprint, bench)
 
 EPILOG = """\
 examples:
