@@ -91,4 +91,5 @@ def kv_shape_from_hf(config: Mapping[str, Any]) -> KVShape:
     if config.get("model_type") != "opt":
         return kv_shape(config_from_hf(config))
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    return KVShape(config["torch_dtype"], heads, 2 * config["hidden_size"] // heads, 2, (None,) * layers)
+    dtype = config.get("dtype") or config["torch_dtype"]
+    return KVShape(dtype, heads, 2 * config["hidden_size"] // heads, 2, (None,) * layers)

@@ -2,22 +2,41 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 from golden.tiny_models import MODELS
-from tiny_checkpoints import hf_config
 
-from paxserve import LLM
+from paxserve.config import EngineConfig
 from paxserve.footprint import MeshShape, footprint, mesh_shape, query_key_pairs
+from paxserve.model_source import resolve_kv_shape
 from paxserve.models.builtin import builtin_config
 from paxserve.models.config import MLAConfig
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.kv_shape import KV_DTYPES, kv_shape, kv_shape_from_hf
+from paxserve.runner import make_builder
+from paxserve.sizing import size_limits
 
 GIB = 2**30
 
 
 def shape_of(name):
-    return kv_shape_from_hf(builtin_config(name))
+    config = builtin_config(name)
+    if "kv_lora_rank" not in config:
+        return kv_shape_from_hf(config)
+    fields = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    return kv_shape(
+        dataclasses.replace(
+            config_from_hf(builtin_config("llama-2-7b")),
+            num_layers=layers,
+            windows=(None,) * layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+            mla=MLAConfig(**{field: config[field] for field in fields}),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +93,9 @@ def test_query_key_pairs():
     for tokens in range(12):
         for cached in (False, True):
             assert query_key_pairs(tokens, cached=cached) == counted(tokens, cached)
-    growth = {cached: query_key_pairs(2000, cached=cached) / query_key_pairs(1000, cached=cached) for cached in (True, False)}
-    assert growth == {True: pytest.approx(2**2, rel=1e-2), False: pytest.approx(2**3, rel=1e-2)}
+    for cached, power in ((True, 2), (False, 3)):
+        growth = query_key_pairs(2000, cached=cached) / query_key_pairs(1000, cached=cached)
+        assert growth == pytest.approx(2**power, rel=1e-2)
 
 
 def test_whole_pages():
@@ -154,7 +174,28 @@ def test_an_unknown_dtype_is_refused():
         footprint("any", shape_of("llama-2-7b"), 1, kv_dtype="int3")
 
 
-@pytest.mark.parametrize("model", ["llama_mha", "llama_gqa_tied", "llama_mqa_biases"])
+def allocated_by_formula(limits, shape, dtype):
+    """The footprint of the longest sequences that may run together, and of the null page."""
+    figures = footprint(
+        "any", shape, limits.max_model_len, batch=limits.max_num_seqs, kv_dtype=dtype, page_size=limits.page_size
+    )
+    return figures.batch_bytes + shape.page_bytes(limits.page_size, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_allocates_what_the_formula_says(model, dtype, small_engine, tmp_path):
-    ...
+@pytest.mark.parametrize("model", ["llama_mha", "llama_gqa_tied", "llama_mqa_biases"])
+def test_the_pool_takes_what_the_formula_says(model, dtype):
+    """Allocated as an engine does it, of the size that an engine chooses, without compiling the engine's programs."""
+    model = config_from_hf(MODELS[model])
+    config = EngineConfig(model="any", dtype=dtype, max_num_seqs=4, page_size=8)
+    builder = make_builder(model, config, jax.devices()[0])
+    limits = size_limits(config, model, dtype, jax.devices()[0], builder.step_bytes)
+    pages = builder.state_shapes(limits).kv_pages
+    assert jnp.zeros(pages.shape, pages.dtype).nbytes == allocated_by_formula(limits, kv_shape(model), dtype)
+
+
+def test_a_running_engine_holds_what_the_formula_says(random_llm):
+    engine = random_llm.engine
+    _, shape = resolve_kv_shape(engine.source.path)
+    expected = allocated_by_formula(engine.limits, shape, engine.runner.dtype.name)
+    assert engine.runner.state.kv_pages.nbytes == expected
