@@ -1,5 +1,6 @@
 """What a model's architecture is, as one frozen dataclass, whatever file it was read from."""
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -121,8 +122,24 @@ class ModelConfig:
             raise ValueError(f"{len(self.windows)} window entries for {self.num_layers} layers")
         if self.moe is not None and len(self.moe.layers) != self.num_layers:
             raise ValueError(f"{len(self.moe.layers)} entries of moe.layers for {self.num_layers} layers")
+        if self.mla is not None and (any(self.windows) or self.num_kv_heads != self.num_heads):
+            raise ValueError(
+                f"latent attention with windows {self.windows} and {self.num_kv_heads} KV heads of {self.num_heads} heads; "
+                "it has no windows, and a key for every head"
+            )
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that RoPE rotates."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    def alike_layers(self) -> list[range]:
+        """The layers in runs with parameters of the same shapes: those with experts and those without."""
+        has_experts = (False,) * self.num_layers if self.moe is None else self.moe.layers
+        starts = [i for i in range(self.num_layers) if i == 0 or has_experts[i] != has_experts[i - 1]]
+        return [range(*bounds) for bounds in itertools.pairwise([*starts, self.num_layers])]

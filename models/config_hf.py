@@ -7,6 +7,7 @@ numbers and is not implemented is refused by name, never ignored.
 from collections.abc import Mapping
 from typing import Any
 
+from paxserve.models import config_deepseek
 from paxserve.models.config import ModelConfig, RopeConfig
 
 _SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -54,12 +55,19 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2": {**_QWEN_DEFAULTS, "attention_bias": True},
     "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
+    "deepseek_v2": {**_SHARED_DEFAULTS, **config_deepseek.V2_DEFAULTS},
+    "deepseek_v3": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
+    "kimi_k2": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
 }
+# Model types that are another one's architecture under their own name.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # Fields of any model type with the only values that are implemented.
@@ -72,12 +80,14 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
 }
-# Bias fields that a model type does not have, or has fixed.
-_FIXED_BIAS: Mapping[str, Mapping[str, bool]] = {
+# Fields that a model type does not have, or has fixed.
+_FIXED: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"attention_bias": True, "mlp_bias": False},
     "qwen3": {"mlp_bias": False},
+    "deepseek_v2": config_deepseek.V2_FIXED,
+    "deepseek_v3": config_deepseek.V3_FIXED,
 }
 _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -109,18 +119,23 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model_type: str = config.get("model_type", "")
     if model_type not in _DEFAULTS:
         raise NotImplementedError(f"model_type {model_type!r} is not supported; supported are {', '.join(_DEFAULTS)}")
+    fields = {**_DEFAULTS[model_type], **config}
+    model_type = _SAME_AS.get(model_type, model_type)
     architectures = config.get("architectures")
     if architectures and architectures != [_CLASSES[model_type]]:
         raise NotImplementedError(f"architectures {architectures} is not supported, only {_CLASSES[model_type]}")
-    fields = {**_DEFAULTS[model_type], **config}
     for field, values in _IMPLEMENTED.items():
         if fields.get(field) not in values:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported, only {values[-1]!r}")
-    for field, value in _FIXED_BIAS[model_type].items():
+    for field, value in _FIXED[model_type].items():
         if fields[field] != value:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported for {model_type}, only {value}")
 
     num_heads = fields["num_attention_heads"]
+    is_deepseek = model_type in ("deepseek_v2", "deepseek_v3")
+    mla = config_deepseek.mla_config(fields) if is_deepseek else None
+    # transformers' own head_dim of a DeepSeek model is the RoPE part alone.
+    head_dim = fields["head_dim"] if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim
     return ModelConfig(
         architecture=model_type,
         vocab_size=fields["vocab_size"],
@@ -129,7 +144,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_layers=fields["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=fields["num_key_value_heads"] or num_heads,
-        head_dim=fields["head_dim"] or fields["hidden_size"] // num_heads,
+        head_dim=head_dim or fields["hidden_size"] // num_heads,
         max_position_embeddings=fields["max_position_embeddings"],
         rms_norm_eps=fields["rms_norm_eps"],
         rope=_rope(fields),
@@ -142,6 +157,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         dtype=_dtype(fields),
         bos_token_id=fields["bos_token_id"],
         eos_token_ids=_token_ids(fields["eos_token_id"]),
+        mla=mla,
+        moe=config_deepseek.moe_config(fields) if is_deepseek else None,
     )
 
 
@@ -186,9 +203,9 @@ def _unnest(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(model_type: str, fields: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's sliding window: none for llama, all layers for mistral, chosen layers for qwen."""
+    """Each layer's sliding window: all layers of mistral, chosen layers of qwen, none of others."""
     num_layers = fields["num_hidden_layers"]
-    window = None if model_type == "llama" else fields["sliding_window"]
+    window = fields["sliding_window"] if model_type in ("mistral", "qwen2", "qwen3") else None
     chosen_layers = model_type in ("qwen2", "qwen3")
     if chosen_layers and not fields["use_sliding_window"]:
         window = None

@@ -107,6 +107,10 @@ class GatedMLP(nnx.Module):
         self.down = Linear(declare, (hidden_size,), (intermediate_size,), ("embed",), ("mlp",), use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        gate_up = self.gate_up(x)  # [tokens, 2, mlp]
-        gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1].astype(jnp.float32)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+        return self.down(swiglu(self.gate_up(x)).astype(x.dtype))
+
+
+def swiglu(gate_up: Float[Array, "tokens 2 mlp"]) -> Float[Array, "tokens mlp"]:
+    """silu(gate) * up in float32 (arXiv:2002.05202)."""
+    gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1].astype(jnp.float32)
+    return jax.nn.silu(gate) * up

@@ -23,19 +23,20 @@ Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
 class Declare:
     """Makes the `nnx.Param`s of a module: `declare(shape, logical axes, initializer)`.
 
-    With `stack=L` every parameter gets a leading axis "layers" of size L, the form `jax.lax.scan` goes over.
+    With `stack=range(a, b)` every parameter gets a leading axis "layers" for the layers from a to b - 1, the form
+    `jax.lax.scan` goes over; its `layers` is that range, and None without.
     """
 
     dtype: Any
-    stack: int | None = None
+    stack: range | None = None
 
     def __call__(self, shape: Sequence[int], axes: Sequence[str | None], init: Initializer) -> nnx.Param:
         shape, axes = tuple(shape), tuple(axes)
         if len(shape) != len(axes):
             raise ValueError(f"shape {shape} and axes {axes} differ in length")
         if self.stack is not None:
-            shape, axes = (self.stack, *shape), ("layers", *axes)
-        return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype), axes=axes, init=init)
+            shape, axes = (len(self.stack), *shape), ("layers", *axes)
+        return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype), axes=axes, init=init, layers=self.stack)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,18 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: Int[Array, "tokens"])
     return jax.lax.cond(jnp.any(positions > 0), compute, unit, angles)
 
 
-def apply_rope(x: Float[Array, "tokens heads head_dim"], table: RopeTable) -> Float[Array, "tokens heads head_dim"]:
-    """x with each pair (x[i], x[i + head_dim // 2]) rotated by its token's angle i, computed in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [tokens, heads, half]
+def apply_rope(
+    x: Float[Array, "tokens heads head_dim"], table: RopeTable, *, interleaved: bool = False
+) -> Float[Array, "tokens heads head_dim"]:
+    """x with each pair (x[i], x[i + head_dim // 2]) rotated by its token's angle i, computed in float32.
+
+    interleaved: the pairs are (x[2i], x[2i + 1]). They come out as (i, i + head_dim // 2) all the same: a product of two
+    vectors rotated alike does not depend on the order.
+    """
+    x32 = x.astype(jnp.float32)
+    first, second = (
+        (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
+    )  # [tokens, heads, half]
     cos, sin = table.cos[:, None], table.sin[:, None]  # [tokens, 1, half]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -116,12 +125,19 @@ def _attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def temperature(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
-    return temperature(1.0)
+        return _temperature(rope, rope.mscale) / _temperature(rope, rope.mscale_all_dim)
+    return _temperature(rope, 1.0)
+
+
+def softmax_factor(rope: RopeConfig) -> float:
+    """What DeepSeek's attention multiplies its logits by: YaRN's temperature on all dimensions of q and k, not RoPE's
+    alone (1 where there is no `mscale_all_dim`)."""
+    return _temperature(rope, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0
+
+
+def _temperature(rope: RopeConfig, mscale: float) -> float:
+    return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
 
 
 def _original_max_position(rope: RopeConfig) -> int:

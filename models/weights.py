@@ -3,8 +3,9 @@
 Names, shapes and layouts are those of Hugging Face checkpoints; readers of other formats translate their names first.
 All our kernels are stored out-major ([out, in]), as Hugging Face stores them, so placing a tensor is a reshape and a
 slice assignment, never a transpose. What is fused in our tree (q, k and v; gate and up) is several sources that fill
-disjoint slices of one parameter. With scanned layers the same sources apply: `layers.3.attn.qkv.kernel` is then entry 3
-of the leading axis of `layers.attn.qkv.kernel`.
+disjoint slices of one parameter; what is apart in it (the two halves of kv_b_proj) is several sources that are disjoint
+parts of one tensor. With scanned layers the same sources apply: `layers.3.attn.qkv.kernel` is then the entry of layer 3
+in the leading axis of that parameter of its run.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One checkpoint tensor and its place: `parameter[path][index] = tensor.reshape(view)`.
+    """One checkpoint tensor and its place: `parameter[path][index] = tensor.reshape(view)[part]`.
 
     name: the tensor's name in a Hugging Face checkpoint, e.g. "model.layers.3.self_attn.q_proj.weight".
     shape: its shape there.
-    view: the shape it is reshaped to (row-major) before it is placed; the shape of `parameter[index]`.
+    view: the shape it is reshaped to (row-major) before it is placed.
     path: the parameter, '.'-joined, always in the spelling of unrolled layers, e.g. "layers.3.attn.qkv.kernel".
     index: a slice for every axis of that parameter; all of them full slices where nothing is fused.
+    part: what of the view is placed, a slice for every axis; () for all of it.
     """
 
     name: str
@@ -31,10 +33,17 @@ class TensorSource:
     view: Shape
     path: str
     index: tuple[slice, ...]
+    part: tuple[slice, ...] = ()
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """Where in the view the part that is placed begins."""
+        return tuple(part.start or 0 for part in self.part) or (0,) * len(self.view)
 
 
 def tensor_sources(config: ModelConfig) -> list[TensorSource]:
-    """Every tensor a checkpoint of `config` must hold. Together they fill every parameter exactly once."""
+    """Every tensor a checkpoint of `config` must hold. Together they fill every parameter exactly once, and of a tensor
+    that is several sources every value is used exactly once."""
     return list(_sources(config))
 
 
@@ -49,54 +58,93 @@ def _sources(config: ModelConfig) -> Iterator[TensorSource]:
 
 
 def _layer_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
-    embed, mlp = config.hidden_size, config.intermediate_size
-    kv_heads, group, head_dim = config.num_kv_heads, config.group, config.head_dim
-    attention = f"{source}.self_attn"
+    attention = _gqa_sources if config.mla is None else _mla_sources
+    yield _whole(f"{source}.input_layernorm.weight", (config.hidden_size,), f"{path}.attn_norm.scale")
+    yield from attention(config, f"{source}.self_attn", f"{path}.attn")
+    yield _whole(f"{source}.post_attention_layernorm.weight", (config.hidden_size,), f"{path}.mlp_norm.scale")
+    yield from _mlp_sources(config, f"{source}.mlp", f"{path}.mlp")
 
-    yield _whole(f"{source}.input_layernorm.weight", (embed,), f"{path}.attn_norm.scale")
+
+def _gqa_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
+    embed, kv_heads, group, head_dim = config.hidden_size, config.num_kv_heads, config.group, config.head_dim
     for name, first, rows in (("q", 0, group), ("k", group, 1), ("v", group + 1, 1)):
         index = (slice(None), slice(first, first + rows), slice(None))
         out, view = kv_heads * rows * head_dim, (kv_heads, rows, head_dim)
         yield TensorSource(
-            f"{attention}.{name}_proj.weight",
+            f"{source}.{name}_proj.weight",
             (out, embed),
             (*view, embed),
-            f"{path}.attn.qkv.kernel",
+            f"{path}.qkv.kernel",
             (*index, slice(None)),
         )
         if config.qkv_bias:
-            yield TensorSource(f"{attention}.{name}_proj.bias", (out,), view, f"{path}.attn.qkv.bias", index)
+            yield TensorSource(f"{source}.{name}_proj.bias", (out,), view, f"{path}.qkv.bias", index)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield _whole(f"{attention}.{name}.weight", (head_dim,), f"{path}.attn.{name}.scale")
-    yield TensorSource(
-        f"{attention}.o_proj.weight",
-        (embed, config.num_heads * head_dim),
-        (embed, kv_heads, group, head_dim),
-        f"{path}.attn.out.kernel",
-        (slice(None),) * 4,
-    )
+            yield _whole(f"{source}.{name}.weight", (head_dim,), f"{path}.{name}.scale")
+    out_view = (embed, kv_heads, group, head_dim)
+    yield _viewed(f"{source}.o_proj.weight", (embed, config.num_heads * head_dim), out_view, f"{path}.out.kernel")
     if config.out_bias:
-        yield _whole(f"{attention}.o_proj.bias", (embed,), f"{path}.attn.out.bias")
+        yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
 
-    yield _whole(f"{source}.post_attention_layernorm.weight", (embed,), f"{path}.mlp_norm.scale")
+
+def _mla_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
+    mla = config.mla
+    assert mla is not None
+    embed, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, mla.q_lora_rank, mla.kv_lora_rank
+
+    if q_rank is not None:
+        yield _whole(f"{source}.q_a_proj.weight", (q_rank, embed), f"{path}.q_a.kernel")
+        if config.qkv_bias:
+            yield _whole(f"{source}.q_a_proj.bias", (q_rank,), f"{path}.q_a.bias")
+        yield _whole(f"{source}.q_a_layernorm.weight", (q_rank,), f"{path}.q_a_norm.scale")
+    name, q_in = ("q_proj", embed) if q_rank is None else ("q_b_proj", q_rank)
+    q_view = (heads, config.head_dim, q_in)
+    yield _viewed(f"{source}.{name}.weight", (heads * config.head_dim, q_in), q_view, f"{path}.q.kernel")
+
+    yield _whole(f"{source}.kv_a_proj_with_mqa.weight", (mla.cached_dim, embed), f"{path}.kv_a.kernel")
+    if config.qkv_bias:
+        yield _whole(f"{source}.kv_a_proj_with_mqa.bias", (mla.cached_dim,), f"{path}.kv_a.bias")
+    yield _whole(f"{source}.kv_a_layernorm.weight", (kv_rank,), f"{path}.kv_a_norm.scale")
+    k_dim, kv_dim = mla.qk_nope_head_dim, mla.qk_nope_head_dim + mla.v_head_dim
+    for name, rows in (("k_b", slice(0, k_dim)), ("v_b", slice(k_dim, kv_dim))):
+        yield TensorSource(
+            f"{source}.kv_b_proj.weight",
+            (heads * kv_dim, kv_rank),
+            (heads, kv_dim, kv_rank),
+            f"{path}.{name}",
+            (slice(None),) * 3,
+            (slice(None), rows, slice(None)),
+        )
+    out_view = (embed, heads, mla.v_head_dim)
+    yield _viewed(f"{source}.o_proj.weight", (embed, heads * mla.v_head_dim), out_view, f"{path}.out.kernel")
+    if config.out_bias:
+        yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
+
+
+def _mlp_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
+    embed, mlp = config.hidden_size, config.intermediate_size
     for row, name in enumerate(("gate", "up")):
         rows_index = (slice(row, row + 1), slice(None))
         yield TensorSource(
-            f"{source}.mlp.{name}_proj.weight",
+            f"{source}.{name}_proj.weight",
             (mlp, embed),
             (1, mlp, embed),
-            f"{path}.mlp.gate_up.kernel",
+            f"{path}.gate_up.kernel",
             (*rows_index, slice(None)),
         )
         if config.mlp_bias:
-            bias = f"{source}.mlp.{name}_proj.bias"
-            yield TensorSource(bias, (mlp,), (1, mlp), f"{path}.mlp.gate_up.bias", rows_index)
-    yield _whole(f"{source}.mlp.down_proj.weight", (embed, mlp), f"{path}.mlp.down.kernel")
+            yield TensorSource(f"{source}.{name}_proj.bias", (mlp,), (1, mlp), f"{path}.gate_up.bias", rows_index)
+    yield _whole(f"{source}.down_proj.weight", (embed, mlp), f"{path}.down.kernel")
     if config.mlp_bias:
-        yield _whole(f"{source}.mlp.down_proj.bias", (embed,), f"{path}.mlp.down.bias")
+        yield _whole(f"{source}.down_proj.bias", (embed,), f"{path}.down.bias")
+
+
+def _viewed(name: str, shape: Shape, view: Shape, path: str) -> TensorSource:
+    """A tensor that is a parameter but for its axes."""
+    return TensorSource(name, shape, view, path, (slice(None),) * len(view))
 
 
 def _whole(name: str, shape: Shape, path: str) -> TensorSource:
     """A tensor that is a parameter as it stands."""
-    return TensorSource(name, shape, shape, path, (slice(None),) * len(shape))
+    return _viewed(name, shape, shape, path)

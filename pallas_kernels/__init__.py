@@ -1,27 +1,41 @@
 """Attention over paged KV and the pages' layout: pure functions of arrays that know no model, request or mesh."""
 
-from paxserve.pallas_kernels.api import IMPLEMENTATIONS, choose_implementation, paged_attention
+from paxserve.pallas_kernels.api import (
+    IMPLEMENTATIONS,
+    MLA_IMPLEMENTATIONS,
+    choose_implementation,
+    mla_paged_attention,
+    paged_attention,
+)
 from paxserve.pallas_kernels.layout import (
     copy_pages,
     gqa_bytes_per_page,
     gqa_pages_shape,
     init_gqa_pages,
     load,
+    mla_bytes_per_page,
+    mla_pages_shape,
     stacks_kv,
     storage_dtype,
+    write_latent_pages,
     write_pages,
 )
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "MLA_IMPLEMENTATIONS",
     "choose_implementation",
     "copy_pages",
     "gqa_bytes_per_page",
     "gqa_pages_shape",
     "init_gqa_pages",
     "load",
+    "mla_bytes_per_page",
+    "mla_paged_attention",
+    "mla_pages_shape",
     "paged_attention",
     "stacks_kv",
     "storage_dtype",
+    "write_latent_pages",
     "write_pages",
 ]

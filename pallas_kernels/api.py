@@ -1,5 +1,7 @@
 """The public entry to paged attention: checks the arguments and picks an implementation."""
 
+from collections.abc import Collection
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
@@ -7,6 +9,7 @@ from paxserve.pallas_kernels import reference, xla
 from paxserve.pallas_kernels.layout import Scale, page_size_of
 
 IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+MLA_IMPLEMENTATIONS = {"reference": reference.mla_paged_attention, "xla": xla.mla_paged_attention}
 
 
 def paged_attention(
@@ -52,19 +55,11 @@ def paged_attention(
     page_size_of(kv_pages, head_dim)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
-    if context_lens.shape != (seqs,) or query_starts.shape != (seqs + 1,):
-        raise ValueError(
-            f"{seqs} block tables need context_lens [{seqs}] and query_starts [{seqs + 1}], "
-            f"got {context_lens.shape} and {query_starts.shape}"
-        )
+    _check_batch(seqs, context_lens, query_starts, soft_cap, max_query_len)
     if isinstance(window, int) and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None for no cap")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
-    if max_query_len is not None and max_query_len < 1:
-        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     return IMPLEMENTATIONS[choose_implementation(implementation)](
@@ -83,10 +78,87 @@ def paged_attention(
     )
 
 
-def choose_implementation(implementation: str | None) -> str:
-    """The implementation in effect. Raises ValueError for an unknown one."""
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    k_scale: Scale | None = None,
+    max_query_len: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
+    """`paged_attention` over paged latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed form.
+
+    `q_latent` is a head's query without RoPE, multiplied by the matrix that expands latents to that head's keys;
+    `q_rope` its rotated part. Logits are `scale * (q_latent @ latent + q_rope @ k_rope)`, and the output is the weighted
+    mean of the latents, which the caller expands to values: no head's keys and values ever exist. `scale` is the
+    model's, by the width of an expanded key. `k_scale` multiplies what quantised pages hold.
+
+    The batch, `soft_cap`, `max_query_len`, `implementation` ("reference", "xla" or None), what may lie in unused pages,
+    and the log-sum-exp are as in `paged_attention`; the output is in q_latent's dtype.
+
+    Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation.
+    """
+    if q_latent.ndim != 3 or latent_pages.ndim != 3 or block_tables.ndim != 2:
+        raise ValueError(
+            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages [pages, page_size, cached_dim] and "
+            f"block_tables [seqs, max_pages], got {q_latent.shape}, {latent_pages.shape} and {block_tables.shape}"
+        )
+    if q_rope.shape[:-1] != q_latent.shape[:-1] or q_rope.dtype != q_latent.dtype:
+        raise ValueError(
+            f"q_latent {q_latent.shape} {q_latent.dtype} and q_rope {q_rope.shape} {q_rope.dtype} must be of the same "
+            "tokens and heads and of one dtype"
+        )
+    if q_latent.shape[-1] + q_rope.shape[-1] != latent_pages.shape[-1]:
+        raise ValueError(
+            f"pages of {latent_pages.shape[-1]} values per token do not fit queries of {q_latent.shape[-1]} latent and "
+            f"{q_rope.shape[-1]} RoPE values"
+        )
+    _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len)
+    if latent_pages.dtype == jnp.int8 and k_scale is None:
+        raise ValueError("int8 pages need k_scale")
+    return MLA_IMPLEMENTATIONS[choose_implementation(implementation, MLA_IMPLEMENTATIONS)](
+        q_latent,
+        q_rope,
+        latent_pages,
+        block_tables,
+        context_lens,
+        query_starts,
+        scale=scale,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        max_query_len=max_query_len,
+    )
+
+
+def _check_batch(
+    seqs: int,
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    soft_cap: float | None,
+    max_query_len: int | None,
+) -> None:
+    """What both kinds of attention ask of a batch and its options."""
+    if context_lens.shape != (seqs,) or query_starts.shape != (seqs + 1,):
+        raise ValueError(
+            f"{seqs} block tables need context_lens [{seqs}] and query_starts [{seqs + 1}], "
+            f"got {context_lens.shape} and {query_starts.shape}"
+        )
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None for no cap")
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
+
+
+def choose_implementation(implementation: str | None, among: Collection[str] = IMPLEMENTATIONS) -> str:
+    """The implementation in effect. Raises ValueError for one that is not `among` those of an attention."""
     if implementation is None:
         return "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    if implementation not in among:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(among)}")
     return implementation

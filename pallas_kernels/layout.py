@@ -5,8 +5,12 @@ All layers share one array `kv_pages[layers * pages, kv_heads, page_size, 2 * he
 there, and its content never changes a result.
 
 *Stacked* pages, `kv_pages[layers * pages, kv_heads, 2 * page_size, head_dim]`, hold a page's K rows above its V rows. CPUs
-use them: XLA:CPU gathers K and V into operands of their own without a copy, and has no lanes to fill. All functions here
-take either kind and tell them apart by the last axis.
+use them: XLA:CPU gathers K and V into operands of their own without a copy, and has no lanes to fill. `write_pages` and
+the readers take either kind and tell them apart by the last axis.
+
+Multi-head latent attention caches one row per token, `latent_pages[layers * pages, page_size, cached_dim]`: the latent,
+`kv_lora_rank` values, then the key's RoPE part. Every head's keys and values are linear maps of that row, which are
+applied to queries and outputs instead, so that attention reads it as the K of one KV head, and its latent as the V.
 
 On CPU bfloat16 pages are stored as their bit patterns in uint16. XLA:CPU rewrites bfloat16 scatters, gathers and slices
 to float32, which converts the WHOLE array around each of them (75 ms instead of 0.04 ms for a decode step's writes into
@@ -34,13 +38,24 @@ def gqa_pages_shape(
 
     Raises ValueError if a size is below 1.
     """
-    sizes = {"num_layers": num_layers, "num_pages": num_pages, "kv_heads": kv_heads}
-    sizes |= {"page_size": page_size, "head_dim": head_dim}
+    _check_sizes(num_layers=num_layers, num_pages=num_pages, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim)
+    slots = (2 * page_size, head_dim) if stacked else (page_size, 2 * head_dim)
+    return (num_layers * num_pages, kv_heads, *slots)
+
+
+def mla_pages_shape(num_layers: int, num_pages: int, page_size: int, cached_dim: int) -> tuple[int, int, int]:
+    """Shape of the pages array of an MLA model with `cached_dim = kv_lora_rank + qk_rope_head_dim`.
+
+    Raises ValueError if a size is below 1.
+    """
+    _check_sizes(num_layers=num_layers, num_pages=num_pages, page_size=page_size, cached_dim=cached_dim)
+    return (num_layers * num_pages, page_size, cached_dim)
+
+
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    slots = (2 * page_size, head_dim) if stacked else (page_size, 2 * head_dim)
-    return (num_layers * num_pages, kv_heads, *slots)
 
 
 def page_size_of(kv_pages: Num[Array, "pages kv_heads slots width"], head_dim: int) -> int:
@@ -76,6 +91,11 @@ def gqa_bytes_per_page(
 ) -> int:
     """Bytes that one page of every layer takes together, which is what one more page in the pool costs."""
     return math.prod(gqa_pages_shape(num_layers, 1, kv_heads, page_size, head_dim)) * jnp.dtype(dtype).itemsize
+
+
+def mla_bytes_per_page(num_layers: int, page_size: int, cached_dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """`gqa_bytes_per_page` of an MLA model."""
+    return math.prod(mla_pages_shape(num_layers, 1, page_size, cached_dim)) * jnp.dtype(dtype).itemsize
 
 
 def init_gqa_pages(
@@ -121,29 +141,64 @@ def write_pages(
         raise ValueError(
             f"k {k.shape} and v {v.shape} must both be [tokens, {kv_pages.shape[1]}, head_dim] for pages {kv_pages.shape}"
         )
-    if token_pages.shape != (tokens,) or token_offsets.shape != (tokens,):
-        raise ValueError(
-            f"token_pages {token_pages.shape} and token_offsets {token_offsets.shape} must both be ({tokens},)"
-        )
+    _check_places(tokens, token_pages, token_offsets)
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     slots, width = kv_pages.shape[2:]
     kv = jnp.stack([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=2)
-    # As a scatter of whole rows into a view of rows: XLA:TPU copies the array into another layout for any other scatter.
     rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots + token_offsets[:, None]
     rows = rows[..., None] + jnp.arange(0, slots, page_size)  # [tokens, kv_heads, 2 if stacked else 1]
-    kv = kv.reshape(*rows.shape, width)
-    return kv_pages.reshape(-1, width).at[rows].set(kv, mode="drop").reshape(kv_pages.shape)
+    return _write_rows(kv_pages, rows, kv.reshape(*rows.shape, width))
+
+
+def write_latent_pages(
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent: Float[Array, "tokens kv_lora_rank"],
+    k_rope: Float[Array, "tokens qk_rope_head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None = None,
+) -> Num[Array, "pages page_size cached_dim"]:
+    """Writes each token's latent and rotated key to slot `token_offsets[t]` of page `token_pages[t]`, as `write_pages`.
+
+    Quantised pages hold both divided by `k_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
+    come without a scale.
+    """
+    tokens, (page_size, cached_dim) = latent.shape[0], latent_pages.shape[1:]
+    if k_rope.shape[0] != tokens or latent.shape[1] + k_rope.shape[1] != cached_dim:
+        raise ValueError(
+            f"latent {latent.shape} and k_rope {k_rope.shape} do not make rows of pages {latent_pages.shape}"
+        )
+    _check_places(tokens, token_pages, token_offsets)
+    if latent_pages.dtype == jnp.int8 and k_scale is None:
+        raise ValueError("int8 pages need k_scale")
+    row = _store(jnp.concatenate([latent, k_rope], axis=-1), k_scale, latent_pages.dtype)
+    return _write_rows(latent_pages, token_pages * page_size + token_offsets, row)
+
+
+def _check_places(tokens: int, token_pages: Int[Array, "tokens"], token_offsets: Int[Array, "tokens"]) -> None:
+    if token_pages.shape != (tokens,) or token_offsets.shape != (tokens,):
+        raise ValueError(
+            f"token_pages {token_pages.shape} and token_offsets {token_offsets.shape} must both be ({tokens},)"
+        )
+
+
+def _write_rows(
+    pages: Num[Array, "*pages width"], rows: Int[Array, "*rows"], values: Num[Array, "*rows width"]
+) -> Num[Array, "*pages width"]:
+    # As a scatter of whole rows into a view of rows: XLA:TPU copies the array into another layout for any other scatter.
+    return pages.reshape(-1, pages.shape[-1]).at[rows].set(values, mode="drop").reshape(pages.shape)
 
 
 def copy_pages(
-    kv_pages: Num[Array, "pages kv_heads slots width"],
+    kv_pages: Num[Array, "pages *page"],
     src: Int[Array, "copies"],
     dst: Int[Array, "copies"],
     *,
     num_layers: int,
-) -> Num[Array, "pages kv_heads slots width"]:
-    """Copies page `src[i]` to page `dst[i]` in every layer; donate `kv_pages`. Padding pairs are (0, 0).
+) -> Num[Array, "pages *page"]:
+    """Copies page `src[i]` to page `dst[i]` in every layer, of either attention; donate `kv_pages`. Padding pairs are (0, 0).
 
     All sources are read before any page is written. Raises ValueError if the pages do not divide into `num_layers`.
     """

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
+from paxserve.pallas_kernels.layout import Scale, load, page_size_of
 
 LANE = 8  # sequences with one query token that are computed together: each waits for the longest of its lane
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
@@ -20,7 +20,7 @@ CHUNK_KEYS = 256  # at most, so that short contexts do not pay for long chunks
 FEW_ROWS = 32  # query rows per KV head up to which reading K and V outweighs arithmetic
 
 Window = int | Int[Array, ""] | None
-Partial = tuple[Float32[Array, "... heads head_dim"], Float32[Array, "... heads"]]  # output and log-sum-exp
+Partial = tuple[Float32[Array, "... heads value_dim"], Float32[Array, "... heads"]]  # output and log-sum-exp
 Attend = Callable[[Array, Array, Array], Partial]  # of queries, block tables and positions
 
 
@@ -40,26 +40,24 @@ def paged_attention(
     max_query_len: int | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`."""
-    tokens, heads, head_dim = q.shape
-    starts, query_lens = query_starts[:-1], jnp.diff(query_starts)
+    head_dim = q.shape[-1]
+    values = None if kv_pages.shape[-1] == head_dim else slice(head_dim, 2 * head_dim)
 
     def attend(q: Array, tables: Array, position: Array) -> Partial:
         logit_scale = scale if k_scale is None else scale * k_scale
-        return _attend(q, kv_pages, tables, position, scale=logit_scale, window=window, soft_cap=soft_cap)
+        return _attend(
+            q,
+            kv_pages,
+            tables,
+            position,
+            page_size=page_size_of(kv_pages, head_dim),
+            values=values,
+            scale=logit_scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
 
-    is_single = (query_lens == 1) & (context_lens > 0)
-    row = jnp.where(is_single, starts, 0)
-    position = jnp.where(is_single, context_lens - 1, -1)
-    row_out, row_lse = _singles(attend, q[row], block_tables, position)
-
-    out = jnp.zeros((tokens, heads, head_dim), jnp.float32)
-    lse = jnp.full((tokens, heads), -jnp.inf)
-    if max_query_len != 1:
-        out, lse = _tiles(attend, q, block_tables, context_lens, query_starts)
-    row = jnp.where(is_single, starts, tokens)
-    out = out.at[row].set(row_out, mode="drop")
-    lse = lse.at[row].set(row_lse, mode="drop")
-
+    out, lse = _ragged(attend, q, block_tables, context_lens, query_starts, head_dim, max_query_len)
     if v_scale is not None:
         out *= v_scale
     if sinks is not None:
@@ -69,14 +67,80 @@ def paged_attention(
     return out.astype(q.dtype), lse
 
 
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    k_scale: Scale | None,
+    max_query_len: int | None,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
+    rank = q_latent.shape[-1]
+
+    def attend(q: Array, tables: Array, position: Array) -> Partial:
+        return _attend(
+            q,
+            latent_pages[:, None],
+            tables,
+            position,
+            page_size=latent_pages.shape[1],
+            values=slice(0, rank),
+            scale=scale if k_scale is None else scale * k_scale,
+            window=None,
+            soft_cap=soft_cap,
+        )
+
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    out, lse = _ragged(attend, q, block_tables, context_lens, query_starts, rank, max_query_len)
+    if k_scale is not None:
+        out *= k_scale
+    return out.astype(q.dtype), lse
+
+
+def _ragged(
+    attend: Attend,
+    q: Float[Array, "tokens heads key_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    value_dim: int,
+    max_query_len: int | None,
+) -> Partial:
+    """Output [tokens, heads, value_dim] and lse of ragged queries: single ones in lanes, the others in tiles."""
+    tokens, heads, _ = q.shape
+    starts, query_lens = query_starts[:-1], jnp.diff(query_starts)
+    is_single = (query_lens == 1) & (context_lens > 0)
+    row = jnp.where(is_single, starts, 0)
+    position = jnp.where(is_single, context_lens - 1, -1)
+    row_out, row_lse = _singles(attend, q[row], block_tables, position, value_dim)
+
+    out, lse = _nothing(tokens, heads, value_dim)
+    if max_query_len != 1:
+        out, lse = _tiles(attend, q, block_tables, context_lens, query_starts, value_dim)
+    row = jnp.where(is_single, starts, tokens)
+    return out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
+
+
+def _nothing(tokens: int, heads: int, value_dim: int) -> Partial:
+    """What padding tokens get."""
+    return jnp.zeros((tokens, heads, value_dim), jnp.float32), jnp.full((tokens, heads), -jnp.inf)
+
+
 def _singles(
     attend: Attend,
-    q: Float[Array, "seqs heads head_dim"],
+    q: Float[Array, "seqs heads key_dim"],
     block_tables: Int[Array, "seqs max_pages"],
     position: Int[Array, "seqs"],
+    value_dim: int,
 ) -> Partial:
     """Output and lse of one query per sequence, in lanes of sequences with contexts of like length; -1 is padding."""
-    seqs = q.shape[0]
+    seqs, heads, _ = q.shape
     lane_size = LANE if seqs % LANE == 0 else seqs
     order = jnp.argsort(position)
 
@@ -87,19 +151,19 @@ def _singles(
         return out.at[lane].set(lane_out[:, 0]), lse.at[lane].set(lane_lse[:, 0])
 
     first_lane = jnp.sum(position < 0) // lane_size
-    carry = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf)
-    return jax.lax.fori_loop(first_lane, seqs // lane_size, one_lane, carry)
+    return jax.lax.fori_loop(first_lane, seqs // lane_size, one_lane, _nothing(seqs, heads, value_dim))
 
 
 def _tiles(
     attend: Attend,
-    q: Float[Array, "tokens heads head_dim"],
+    q: Float[Array, "tokens heads key_dim"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
+    value_dim: int,
 ) -> Partial:
     """Output and lse of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
-    tokens = q.shape[0]
+    tokens, heads, _ = q.shape
     tile = min(QUERY_TILE, tokens)
     query_lens = jnp.diff(query_starts)
     seq_tiles = jnp.where((query_lens > 1) & (context_lens > 0), -(-query_lens // tile), 0)
@@ -107,8 +171,6 @@ def _tiles(
     # The last tile may reach past its sequence: its spare rows hold 0 and -inf, and tiles go in token order, so they
     # overwrite nothing; one tile of padding lets the slices reach past the last token.
     q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
-    out = jnp.zeros(q.shape, jnp.float32)
-    lse = jnp.full(q.shape[:2], -jnp.inf)
 
     def one_tile(i: Array, carry: Partial) -> Partial:
         out, lse = carry
@@ -122,42 +184,48 @@ def _tiles(
         out = jax.lax.dynamic_update_slice_in_dim(out, tile_out[0], first, 0)
         return out, jax.lax.dynamic_update_slice_in_dim(lse, tile_lse[0], first, 0)
 
-    out, lse = jax.lax.fori_loop(0, tile_ends[-1], one_tile, (out, lse))
+    out, lse = jax.lax.fori_loop(0, tile_ends[-1], one_tile, _nothing(tokens + tile, heads, value_dim))
     return out[:tokens], lse[:tokens]
 
 
 def _attend(
-    q: Float[Array, "seqs queries heads head_dim"],
+    q: Float[Array, "seqs queries heads key_dim"],
     kv_pages: Num[Array, "pages kv_heads slots width"],
     tables: Int[Array, "seqs max_pages"],
     position: Int[Array, "seqs queries"],
     *,
+    page_size: int,
+    values: slice | None,
     scale: Scale,
     window: Window,
     soft_cap: float | None,
 ) -> Partial:
-    """Attention of queries at `position`, ascending in each sequence, -1 for padding, which gets 0 and -inf."""
-    seqs, queries, heads, head_dim = q.shape
-    kv_heads, page_size = kv_pages.shape[1], page_size_of(kv_pages, head_dim)
+    """Attention of queries at `position`, ascending in each sequence, -1 for padding, which gets 0 and -inf.
+
+    values: where V lies in a token's stored row, which begins with its K; None if the pages are stacked.
+    """
+    seqs, queries, heads, key_dim = q.shape
+    kv_heads, slots, width = kv_pages.shape[1:]
     group = heads // kv_heads
     rows = queries * group
     few_rows = rows <= FEW_ROWS
-    side_by_side = kv_pages.shape[3] != head_dim
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def dot(spec: str, a: Array, b: Array) -> Float32[Array, "..."]:
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
-    q = q.reshape(seqs, queries, kv_heads, group, head_dim).swapaxes(1, 2).reshape(seqs * kv_heads, rows, head_dim)
-    if few_rows and side_by_side:
-        # A zero half in q makes K|V usable as it lies in the pages: a slice would copy it.
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim)))
+    q = q.reshape(seqs, queries, kv_heads, group, key_dim).swapaxes(1, 2).reshape(seqs * kv_heads, rows, key_dim)
+    whole_rows = few_rows and values is not None
+    if whole_rows:
+        # Rows are used as they lie in the pages, a slice would copy them: zeros in q leave out what is not K, and of
+        # the output only the columns of V are kept.
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, width - key_dim)))
 
     last = jnp.repeat(position, group, axis=1)  # [seqs, rows]
     first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
     end_page = position.max(1) // page_size + 1  # [seqs]
     first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, first[:, ::group]).min(1) // page_size
-    key_bytes = seqs * kv_heads * 2 * head_dim * kv_pages.dtype.itemsize
+    key_bytes = seqs * kv_heads * slots * width // page_size * kv_pages.dtype.itemsize
     chunk_keys = CHUNK_KEYS
     while chunk_keys > 1 and chunk_keys * key_bytes > CHUNK_BYTES:
         chunk_keys //= 2
@@ -176,11 +244,11 @@ def _attend(
         visible = (key[:, None] >= first[..., None]) & (key[:, None] <= last[..., None])  # [seqs, rows, keys]
         visible = jnp.repeat(visible, kv_heads, axis=0)
         keep = jnp.repeat(exists, kv_heads, axis=0)
-        if side_by_side:
+        if values is not None:
             kv = _clear(_gather(kv_pages, ids), keep).astype(q.dtype)
-            k, v = (kv, kv) if few_rows else split_kv(kv, head_dim)
+            k, v = (kv, kv) if whole_rows else (kv[..., :key_dim], kv[..., values])
         else:
-            halves = kv_pages.reshape(-1, 2 * kv_heads, page_size, head_dim)  # of each head K, then V
+            halves = kv_pages.reshape(-1, 2 * kv_heads, page_size, width)  # of each head K, then V
             k = load(_gather(halves, ids, 0)).astype(q.dtype)
             v = _clear(_gather(halves, ids, 1), keep).astype(q.dtype)
         if few_rows:
@@ -200,9 +268,12 @@ def _attend(
         return new_top, total * fade + weights.sum(-1), acc, *locate(i + 1)
 
     top = jnp.full(q.shape[:2], jnp.finfo(jnp.float32).min)
-    carry = top, jnp.zeros_like(top), jnp.zeros(q.shape, jnp.float32), *locate(jnp.int32(0))
+    acc = jnp.zeros((*q.shape[:2], width if whole_rows or values is None else values.stop - values.start), jnp.float32)
+    carry = top, jnp.zeros_like(top), acc, *locate(jnp.int32(0))
     top, total, acc, *_ = jax.lax.fori_loop(0, chunks, one_chunk, carry)
-    out = acc[..., -head_dim:] / jnp.where(total > 0, total, 1)[..., None]
+    if whole_rows:
+        acc = acc[..., values]
+    out = acc / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
     def by_query(x: Float32[Array, "..."]) -> Float32[Array, "..."]:

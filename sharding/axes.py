@@ -10,15 +10,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 MESH_AXES = ("data", "kv_head", "kv_page")
 
 # Tensor parallelism runs over the joint (kv_head, kv_page) axes; the KV heads themselves split only over kv_head, and
-# what is left of the tensor-parallel degree splits the pages of each sequence.
+# what is left of the tensor-parallel degree splits the pages of each sequence. Latent attention has no KV heads to split:
+# its query heads take the whole degree ("heads"), and its latents are whole on every device.
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": ("kv_head", "kv_page"),
     "mlp": ("kv_head", "kv_page"),
+    "heads": ("kv_head", "kv_page"),
+    "expert": MESH_AXES,
     "kv_heads": "kv_head",
     "page": ("data", "kv_page"),
     "embed": None,
     "group": None,
     "head_dim": None,
+    "latent": None,
     "layers": None,
 }
 

@@ -28,7 +28,7 @@ def poisoned(tight_llm):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def fill(kv_pages, unused):
-        everywhere = jnp.tile(unused, num_layers).reshape(-1, 1, 1, 1)
+        everywhere = jnp.tile(unused, num_layers).reshape(-1, *[1] * (kv_pages.ndim - 1))
         return jnp.where(everywhere, jnp.nan, kv_pages)
 
     def poison_and_dispatch(plan):

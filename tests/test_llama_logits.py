@@ -15,7 +15,7 @@ from paxserve.models.batch import AttentionBatch
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.registry import model_class
 from paxserve.models.weights import tensor_sources
-from paxserve.pallas_kernels import init_gqa_pages
+from paxserve.pallas_kernels import storage_dtype
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "tiny_logits.npz")
 TOLERANCE = 2e-5  # relative to the largest logit
@@ -32,8 +32,8 @@ class Runner:
         self.config = config_from_hf(MODELS[name])
         self.attention = attention
         self.graph, self.params = build(self.config, scan_layers, dtype)
-        config = self.config
-        pages = init_gqa_pages(config.num_layers, NUM_PAGES, config.num_kv_heads, PAGE_SIZE, config.head_dim, dtype)
+        shape = model_class(self.config).pages_shape(self.config, NUM_PAGES, PAGE_SIZE, jax.default_backend())
+        pages = jnp.zeros(shape, storage_dtype(dtype))
         nan = jnp.nan if pages.dtype == dtype else 0x7FC0  # bfloat16 pages are stored by bit pattern on CPU
         self.pages = jnp.full_like(pages, nan)  # whatever is read before it is written shows
         # Nearly all the time goes into compiling, so LLVM is told not to optimise.
@@ -75,11 +75,13 @@ def build(config, scan_layers, dtype):
     """(graphdef, params) with the weights of `tiny_models`, placed as `tensor_sources` says."""
     graph, state = abstract(config, scan_layers, dtype)
     values = {path: np.full(param.shape, np.nan, np.float32) for path, param in state.items()}
+    runs = config.alike_layers()
     for source in tensor_sources(config):
         path, index = tuple(source.path.split(".")), source.index
         if scan_layers and path[0] == "layers":
-            path, index = (path[0], *path[2:]), (int(path[1]), *index)
-        values[path][index] = weight(source.name, source.shape).reshape(source.view)
+            (number,) = (i for i, run in enumerate(runs) if int(path[1]) in run)
+            path, index = (path[0], str(number), *path[2:]), (int(path[1]) - runs[number].start, *index)
+        values[path][index] = weight(source.name, source.shape).reshape(source.view)[source.part]
     return graph, nnx.from_flat_state(
         {
             tuple(int(part) if part.isdigit() else part for part in path): param.replace(
@@ -148,16 +150,16 @@ def test_bfloat16_is_near():
 def test_sources_fill_every_parameter_once(name):
     config = config_from_hf(MODELS[name])
     _, state = abstract(config, scan_layers=False, dtype=jnp.float32)
-    counts = {".".join(path): np.zeros(param.shape, int) for path, param in state.items()}
-    sources = tensor_sources(config)
-    for source in sources:
-        assert np.prod(source.shape) == np.prod(source.view)
-        assert len(source.index) == counts[source.path].ndim
-        region = counts[source.path][source.index]
-        assert region.shape == source.view
+    filled = {".".join(path): np.zeros(param.shape, int) for path, param in state.items()}
+    used = {source.name: np.zeros(source.shape, int) for source in tensor_sources(config)}
+    for source in tensor_sources(config):
+        assert len(source.index) == filled[source.path].ndim
+        taken = used[source.name].reshape(source.view)[source.part]
+        region = filled[source.path][source.index]
+        assert region.shape == taken.shape
+        taken += 1
         region += 1
-    assert all((count == 1).all() for count in counts.values())
-    assert len({source.name for source in sources}) == len(sources)
+    assert all((count == 1).all() for count in [*filled.values(), *used.values()])
 
 
 def test_unknown_architecture_is_refused():

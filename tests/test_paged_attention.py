@@ -13,24 +13,36 @@ from hypothesis import strategies as st
 
 from paxserve.pallas_kernels import (
     IMPLEMENTATIONS,
+    MLA_IMPLEMENTATIONS,
     gqa_pages_shape,
-    init_gqa_pages,
+    mla_paged_attention,
+    mla_pages_shape,
     paged_attention,
     storage_dtype,
+    write_latent_pages,
     write_pages,
 )
 
-FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
+GQA: dict[str, Any] = {}
+MLA: dict[str, Any] = {"kv_heads": 1, "head_dim": 20, "latent_dim": 12}
+FAST = [
+    pytest.param(name, kind, id=f"{name}-{label}")
+    for label, kind, implementations in (("gqa", GQA, IMPLEMENTATIONS), ("mla", MLA, MLA_IMPLEMENTATIONS))
+    for name in sorted(set(implementations) - {"reference"})
+]
 
 
 @functools.cache
-def jitted(static: tuple[str, ...]) -> Any:
-    return jax.jit(paged_attention, static_argnames=static)
+def jitted(function: Any, static: tuple[str, ...]) -> Any:
+    return jax.jit(function, static_argnames=static)
 
 
 @dataclass
 class Case:
-    """A ragged batch over shuffled pages. Free pages, free slots and spare block-table entries hold garbage."""
+    """A ragged batch over shuffled pages. Free pages, free slots and spare block-table entries hold garbage.
+
+    latent_dim: of latent attention, the values of a cached row of `head_dim` that are the latent, and so V.
+    """
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -42,12 +54,14 @@ class Case:
     dtype: Any = jnp.float32
     seed: int = 0
     stacked: bool = False
+    latent_dim: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         d = self.head_dim
-        self.kv = [rng.standard_normal((2, self.kv_heads, c, d)) for c in self.contexts]
+        rows = 1 if self.latent_dim else 2
+        self.kv = [rng.standard_normal((rows, self.kv_heads, c, d)) for c in self.contexts]
         tokens = sum(self.queries) + self.padding
         # Rounded to the dtype first: NumPy and the implementations then see the same numbers.
         self.q = np.asarray(jnp.asarray(rng.standard_normal((tokens, self.heads, d)), self.dtype))
@@ -55,15 +69,20 @@ class Case:
         page_counts = [-(-c // self.page_size) for c in self.contexts]
         num_pages = sum(page_counts) + 4
         ids = iter(rng.permutation(np.arange(1, num_pages)))
-        pages = np.full(gqa_pages_shape(1, num_pages, self.kv_heads, self.page_size, d), np.nan)
+        pages = np.full((num_pages, self.kv_heads, self.page_size, rows * d), np.nan)
         self.block_tables = rng.choice([-7, 0, num_pages - 1, 10**6], (len(self.contexts), max(page_counts) + 2))
         for s, kv in enumerate(self.kv):
             for j in range(page_counts[s]):
                 page = self.block_tables[s, j] = next(ids)
                 part = kv[:, :, j * self.page_size : (j + 1) * self.page_size]
-                pages[page, :, : part.shape[2]] = np.concatenate([part[0], part[1]], axis=-1)
+                pages[page, :, : part.shape[2]] = np.concatenate(part, axis=-1)
         if self.stacked:
             pages = np.concatenate([pages[..., :d], pages[..., d:]], axis=2)
+        if self.latent_dim:
+            pages = pages[:, 0]
+            assert pages.shape == mla_pages_shape(1, num_pages, self.page_size, d)
+        else:
+            assert pages.shape == gqa_pages_shape(1, num_pages, self.kv_heads, self.page_size, d, stacked=self.stacked)
         stored = jnp.asarray(pages, self.dtype)
         as_stored = storage_dtype(self.dtype)
         self.kv_pages = stored if as_stored == self.dtype else jax.lax.bitcast_convert_type(stored, as_stored)
@@ -73,15 +92,17 @@ class Case:
     def run(self, implementation: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         options = {"scale": self.head_dim**-0.5, "implementation": implementation} | self.options | options
         static = tuple(name for name, value in options.items() if not isinstance(value, jax.Array))
-        args = (self.q, self.kv_pages, self.block_tables, self.context_lens, self.query_starts)
-        out, lse = jitted(static)(*args, **options)
+        function: Any = mla_paged_attention if self.latent_dim else paged_attention
+        q = (self.q[..., : self.latent_dim], self.q[..., self.latent_dim :]) if self.latent_dim else (self.q,)
+        args = (*q, self.kv_pages, self.block_tables, self.context_lens, self.query_starts)
+        out, lse = jitted(function, static)(*args, **options)
         assert out.dtype == self.dtype
         assert lse.dtype == jnp.float32
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
     def numpy(self) -> tuple[np.ndarray, np.ndarray]:
         """Softmax attention in float64, one query token and one head at a time."""
-        out = np.zeros(self.q.shape)
+        out = np.zeros((*self.q.shape[:2], self.latent_dim or self.head_dim))
         lse = np.full(self.q.shape[:2], -np.inf)
         window, soft_cap = self.options.get("window"), self.options.get("soft_cap")
         sinks = self.options.get("sinks")
@@ -91,7 +112,8 @@ class Case:
                 end = self.contexts[s] - self.queries[s] + i + 1
                 start = 0 if window is None else max(end - int(window), 0)
                 for h in range(self.heads):
-                    k, v = kv[:, h // (self.heads // self.kv_heads), start:end]
+                    head = kv[:, h // (self.heads // self.kv_heads), start:end]
+                    k, v = head[0], head[-1][:, : self.latent_dim]
                     logits = k @ self.q[token, h].astype(np.float64) * self.head_dim**-0.5
                     if soft_cap is not None:
                         logits = soft_cap * np.tanh(logits / soft_cap)
@@ -132,44 +154,59 @@ CASES = {
     "everything": Case(**MIXED, options={"window": jnp.int32(9), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}),
 }
 
+MLA_CASES = {
+    "latent": Case(**MIXED, **MLA),
+    "latent, decode": Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0, **MLA, options={"max_query_len": 1}),
+    "latent, decode with many heads": Case((1,) * 3, (1, 17, 100), heads=40, **MLA),
+    "latent, padding rows": Case((1, 0, 1, 0), (40, 0, 3, 0), padding=2, **MLA, options={"max_query_len": 1}),
+    "latent, prefill longer than a tile": Case((150, 70), (150, 90), padding=4, heads=2, **MLA),
+    "latent, as released": Case(**MIXED, heads=4, kv_heads=1, head_dim=576, latent_dim=512, page_size=8),
+    "latent, soft cap": Case(**MIXED, **MLA, options={"soft_cap": 0.7}),
+}
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        pytest.param(case, name, id=f"{label}-{name}")
+        for cases, implementations in ((CASES, IMPLEMENTATIONS), (MLA_CASES, MLA_IMPLEMENTATIONS))
+        for label, case in cases.items()
+        for name in implementations
+    ],
+)
 def test_matches_numpy(case: Case, implementation: str) -> None:
     assert_close(case.run(implementation), case.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", FAST)
+@pytest.mark.parametrize(("implementation", "kind"), FAST)
 class TestAgainstReference:
-    """The base that every fast implementation passes."""
+    """The base that every fast implementation passes, once for each kind of attention that it computes."""
 
-    @pytest.mark.parametrize("stacked", [False, True])
-    def test_bfloat16(self, implementation: str, stacked: bool) -> None:
-        case = Case(**MIXED, dtype=jnp.bfloat16, head_dim=64, stacked=stacked)
+    def test_bfloat16(self, implementation: str, kind: dict[str, Any]) -> None:
+        case = Case(**MIXED, **(kind | {"head_dim": 64, "dtype": jnp.bfloat16}))
         out, lse = case.run(implementation)
         expected, expected_lse = case.run("reference")
         assert np.abs(out - expected).max() < 2**-6
         np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
 
-    def test_int8_pages(self, implementation: str) -> None:
-        case = Case(**MIXED, dtype=jnp.float32)
-        k_scale, v_scale = jnp.float32(0.03), jnp.float32(0.05)
+    def test_int8_pages(self, implementation: str, kind: dict[str, Any]) -> None:
+        case = Case(**MIXED, **kind)
+        scales = {"k_scale": jnp.float32(0.03)} | ({} if case.latent_dim else {"v_scale": jnp.float32(0.05)})
         case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
         result = case.run(implementation, **scales)
-        d = case.head_dim
-        case.kv_pages = jnp.concatenate([case.kv_pages[..., :d] * k_scale, case.kv_pages[..., d:] * v_scale], axis=-1)
+        per_column = jnp.repeat(jnp.stack(list(scales.values())), case.head_dim)
+        case.kv_pages = case.kv_pages * per_column
         assert_close(result, case.run("reference"), atol=2e-5)
 
-    def test_one_promised_query_token_changes_nothing(self, implementation: str) -> None:
-        case = CASES["decode"]
+    def test_one_promised_query_token_changes_nothing(self, implementation: str, kind: dict[str, Any]) -> None:
+        case = Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0, **kind)
         assert_close(case.run(implementation, max_query_len=1), case.run(implementation), atol=1e-6)
 
-    def test_result_does_not_depend_on_batch_mates(self, implementation: str) -> None:
-        together = Case((3, 1, 40), (20, 300, 60))
+    def test_result_does_not_depend_on_batch_mates(self, implementation: str, kind: dict[str, Any]) -> None:
+        together = Case((3, 1, 40), (20, 300, 60), **kind)
         out, lse = together.run(implementation)
         for s in range(3):
-            alone = Case((3, 1, 40), (20, 300, 60))
+            alone = Case((3, 1, 40), (20, 300, 60), **kind)
             keep = np.arange(3) == s
             alone.context_lens = np.where(keep, alone.context_lens, 0)
             rows = slice(*together.query_starts[s : s + 2])
@@ -179,9 +216,9 @@ class TestAgainstReference:
             assert not alone_out[others].any()
             assert np.isneginf(alone_lse[others]).all()
 
-    def test_halves_merge_by_lse(self, implementation: str) -> None:
+    def test_halves_merge_by_lse(self, implementation: str, kind: dict[str, Any]) -> None:
         """A query over keys 0:32 and the same query over keys 32:64, merged, is the query over keys 0:64."""
-        case = Case((1, 1), (64, 64), padding=0)
+        case = Case((1, 1), (64, 64), padding=0, **kind)
         out, lse = case.run(implementation)
         case.context_lens = np.asarray([32, 32], np.int32)
         first, first_lse = case.run(implementation)
@@ -191,6 +228,32 @@ class TestAgainstReference:
         merged = first * np.exp(first_lse - merged_lse)[..., None] + second * np.exp(second_lse - merged_lse)[..., None]
         assert_close((merged, merged_lse), (out, lse), atol=1e-5)
 
+    @settings(max_examples=8, deadline=None)
+    @given(
+        rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=4),
+        window=st.integers(1, 90),
+        seed=st.integers(0, 99),
+    )
+    def test_drawn_batches(
+        self, implementation: str, kind: dict[str, Any], rows: list[tuple[int, int]], window: int, seed: int
+    ) -> None:
+        queries = tuple(query for query, _ in rows)
+        contexts = tuple(query + before if query else 0 for query, before in rows)
+        if kind is GQA:
+            kind = {"stacked": True, "options": {"window": jnp.int32(window)}}
+        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, **kind)
+        case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 9 - case.block_tables.shape[1])))
+        case.kv_pages = jnp.pad(case.kv_pages, ((0, 40 - len(case.kv_pages)), *[(0, 0)] * (case.kv_pages.ndim - 1)))
+        assert_close(case.run(implementation), case.run("reference"), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", sorted(set(IMPLEMENTATIONS) - {"reference"}))
+class TestGQAAgainstReference:
+    """What only grouped-query attention has: windows and stacked pages."""
+
+    def test_bfloat16_stacked(self, implementation: str) -> None:
+        TestAgainstReference().test_bfloat16(implementation, {"stacked": True})
+
     def test_window_does_not_read_pages_before_it(self, implementation: str) -> None:
         """The engine frees pages a window has left: their block-table entries then point anywhere."""
         case = Case((1, 4), (100, 90), options={"window": jnp.int32(20)})
@@ -199,44 +262,41 @@ class TestAgainstReference:
         case.block_tables[1, : (90 - 4 + 1 - 20) // 16] = -1
         assert_close(case.run(implementation), expected, atol=0)
 
-    @settings(max_examples=8, deadline=None)
-    @given(
-        rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=4),
-        window=st.integers(1, 90),
-        seed=st.integers(0, 99),
-    )
-    def test_drawn_batches(self, implementation: str, rows: list[tuple[int, int]], window: int, seed: int) -> None:
-        queries = tuple(query for query, _ in rows)
-        contexts = tuple(query + before if query else 0 for query, before in rows)
-        options = {"window": jnp.int32(window)}
-        case = Case(queries, contexts, padding=170 - sum(queries), seed=seed, stacked=True, options=options)
-        case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 9 - case.block_tables.shape[1])))
-        case.kv_pages = jnp.pad(case.kv_pages, ((0, 40 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
-        assert_close(case.run(implementation), case.run("reference"), atol=1e-5)
+
+def gqa_layer(pages: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, starts: jax.Array) -> Any:
+    pages = write_pages(pages, q[:, :2], q[:, :2], tables[:, 0], lens - 1)
+    out, _ = paged_attention(q, pages, tables, lens, starts, scale=0.125, max_query_len=1, implementation="xla")
+    return pages, out
 
 
-def test_temporaries_do_not_grow_with_the_pool() -> None:
+def mla_layer(pages: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, starts: jax.Array) -> Any:
+    pages = write_latent_pages(pages, q[:, 0], q[:, 1], tables[:, 0], lens - 1)
+    out, _ = mla_paged_attention(q, q, pages, tables, lens, starts, scale=0.1, max_query_len=1, implementation="xla")
+    return pages, out
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(gqa_layer, gqa_pages_shape(2, 4096, 2, 16, 64)), (mla_layer, mla_pages_shape(2, 4096, 16, 128))],
+)
+def test_temporaries_do_not_grow_with_the_pool(layer: Any, shape: tuple[int, ...]) -> None:
     """A chain of writes and reads updates the donated pages in place and gathers a chunk at a time."""
-    kv_pages = jax.eval_shape(lambda: init_gqa_pages(2, 4096, 2, 16, 64, jnp.bfloat16))
+    pages = jax.ShapeDtypeStruct(shape, storage_dtype(jnp.bfloat16))
 
-    def step(kv_pages: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, starts: jax.Array) -> Any:
-        for layer in range(2):
-            page = tables[:, 0] + layer * 4096
-            kv_pages = write_pages(kv_pages, q[:, :2], q[:, :2], page, lens - 1)
-            q = paged_attention(
-                q, kv_pages, tables + layer * 4096, lens, starts, scale=0.125, max_query_len=1, implementation="xla"
-            )[0]
-        return kv_pages, q
+    def step(pages: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, starts: jax.Array) -> Any:
+        for number in range(2):
+            pages, q = layer(pages, q, tables + number * 4096, lens, starts)
+        return pages, q
 
     args = (
-        kv_pages,
+        pages,
         jax.ShapeDtypeStruct((4, 6, 64), jnp.bfloat16),
         jax.ShapeDtypeStruct((4, 1024), jnp.int32),
         jax.ShapeDtypeStruct((4,), jnp.int32),
         jax.ShapeDtypeStruct((5,), jnp.int32),
     )
     memory: Any = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
-    pool_bytes = kv_pages.size * 2
+    pool_bytes = pages.size * 2
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 20
 
@@ -267,3 +327,31 @@ def test_user_errors(changes: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementation": "flash"}, "unknown attention implementation 'flash'"),
+        ({"soft_cap": -1.0}, "soft_cap must be positive"),
+        ({"max_query_len": 0}, "max_query_len must be at least 1"),
+        ({"q_rope": jnp.zeros((4, 5, 8))}, "same tokens and heads"),
+        ({"q_rope": jnp.zeros((4, 6, 8), jnp.bfloat16)}, "of one dtype"),
+        ({"q_rope": jnp.zeros((4, 6, 16))}, "24 values per token do not fit queries of 16 latent and 16 RoPE"),
+        ({"latent_pages": jnp.zeros((3, 1, 16, 24))}, "expected q_latent"),
+        ({"context_lens": jnp.zeros(2, jnp.int32)}, "1 block tables need"),
+        ({"latent_pages": jnp.zeros((3, 16, 24), jnp.int8)}, "need k_scale"),
+    ],
+)
+def test_mla_user_errors(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "q_latent": jnp.zeros((4, 6, 16)),
+        "q_rope": jnp.zeros((4, 6, 8)),
+        "latent_pages": jnp.zeros((3, 16, 24)),
+        "block_tables": jnp.zeros((1, 2), jnp.int32),
+        "context_lens": jnp.ones(1, jnp.int32),
+        "query_starts": jnp.zeros(2, jnp.int32),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        mla_paged_attention(**(arguments | changes))

@@ -11,8 +11,11 @@ from paxserve.pallas_kernels import (
     gqa_pages_shape,
     init_gqa_pages,
     load,
+    mla_bytes_per_page,
+    mla_pages_shape,
     paged_attention,
     storage_dtype,
+    write_latent_pages,
     write_pages,
 )
 from paxserve.pallas_kernels.layout import page_size_of, split_kv
@@ -31,6 +34,14 @@ def test_layout() -> None:
     assert init_gqa_pages(*SIZES, jnp.bfloat16).nbytes == PAGES * 3 * 2 * 4 * 16 * 2
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         gqa_pages_shape(1, 1, 1, 0, 1)
+
+
+def test_latent_layout() -> None:
+    """DeepSeek-V3's 512 + 64 values per token and layer, with nothing between them: 70,272 bytes in bfloat16."""
+    assert mla_pages_shape(61, 3, 16, 576) == (183, 16, 576)
+    assert mla_bytes_per_page(61, 16, 576, jnp.bfloat16) == 16 * 70_272
+    with pytest.raises(ValueError, match="cached_dim must be at least 1, got 0"):
+        mla_pages_shape(1, 1, 1, 0)
 
 
 def test_bfloat16_is_stored_as_bits_on_cpu_only() -> None:
@@ -66,6 +77,22 @@ def test_write_stacked_pages() -> None:
     assert stacked.size == side_by_side.size
     for part, expected in zip(split_kv(written, HEAD_DIM), split_kv(side_by_side, HEAD_DIM), strict=True):
         np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_write_latent_pages(dtype: jnp.dtype) -> None:
+    rng = np.random.default_rng(0)
+    latent, k_rope = (jnp.asarray(rng.integers(-9, 10, (4, size)), jnp.float32) for size in (6, 2))
+    token_pages, token_offsets = np.array([7, 7, 9, 5]), np.array([2, 3, 0, 0])  # the last is padding
+    before = jnp.zeros(mla_pages_shape(LAYERS, PAGES, PAGE_SIZE, 8), storage_dtype(dtype))
+    scale = 0.5 if dtype == jnp.int8 else None
+    written = jax.jit(write_latent_pages)(before, latent, k_rope, token_pages, token_offsets, k_scale=scale)
+    assert written.dtype == before.dtype
+    expected = np.zeros(before.shape)
+    expected[token_pages, token_offsets] = np.concatenate([latent, k_rope], axis=-1) / (scale or 1)
+    np.testing.assert_array_equal(np.asarray(load(written), np.float32), expected)
+    copied = copy_pages(written, np.array([2]), np.array([3]), num_layers=LAYERS)
+    np.testing.assert_array_equal(copied[8], written[7])
 
 
 def test_pages_of_another_head_dim_are_refused() -> None:
@@ -142,3 +169,10 @@ def test_user_errors() -> None:
         copy_pages(pages, ids, ids, num_layers=2)
     with pytest.raises(ValueError, match="one length"):
         copy_pages(pages, ids, ids[:1], num_layers=LAYERS)
+    latents = jnp.zeros(mla_pages_shape(LAYERS, PAGES, PAGE_SIZE, 8))
+    with pytest.raises(ValueError, match="do not make rows of pages"):
+        write_latent_pages(latents, jnp.zeros((2, 6)), jnp.zeros((2, 6)), ids, ids)
+    with pytest.raises(ValueError, match="token_offsets"):
+        write_latent_pages(latents, jnp.zeros((2, 6)), jnp.zeros((2, 2)), ids, ids[:1])
+    with pytest.raises(ValueError, match="int8 pages need k_scale"):
+        write_latent_pages(latents.astype(jnp.int8), jnp.zeros((2, 6)), jnp.zeros((2, 2)), ids, ids)

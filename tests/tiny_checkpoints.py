@@ -141,8 +141,11 @@ def unrolled(params: nnx.State) -> dict[str, np.ndarray]:
     flat = {}
     for path, param in nnx.to_flat_state(params):
         value = np.asarray(param.get_value())
-        if path[0] == "layers" and not isinstance(path[1], int):
-            flat |= {".".join(map(str, ("layers", i, *path[1:]))): row for i, row in enumerate(value)}
+        if param.layers is not None:
+            flat |= {
+                ".".join(map(str, ("layers", layer, *path[2:]))): row
+                for layer, row in zip(param.layers, value, strict=True)
+            }
         else:
             flat[".".join(map(str, path))] = value
     return flat

@@ -1,7 +1,7 @@
 """The tree of a model's parameters and the flat, layout-independent names they are stored under.
 
 A checkpoint knows every parameter by its name in the spelling of unrolled layers, "layers.3.attn.qkv.kernel". A model
-with stacked layers has that one at layers.attn.qkv.kernel[3].
+whose layers are stacked in runs of layers alike has that one at layers.0.attn.qkv.kernel[3], if the first run holds it.
 """
 
 import functools
@@ -42,10 +42,10 @@ def fill_params(declared: nnx.State, mesh: Mesh, load: Callable[[Targets], Mappi
     """
     whole: dict[str, ParamPath] = {}
     targets: Targets = {}
-    stacks: dict[Any, dict[ParamPath, nnx.Variable]] = defaultdict(dict)  # by the module whose layers are stacked
+    stacks: dict[ParamPath, dict[ParamPath, nnx.Variable]] = defaultdict(dict)  # by the path of the run
     for path, param in nnx.to_flat_state(declared):
         if _is_stacked(param):
-            stacks[path[0]][path] = param
+            stacks[path[:2]][path] = param
         else:
             ((name, targets[name]),) = _targets(path, param, mesh)
             whole[name] = path
@@ -85,11 +85,12 @@ def _targets(path: ParamPath, param: nnx.Variable, mesh: Mesh) -> Iterator[tuple
 
 
 def _is_stacked(param: nnx.Variable) -> bool:
-    return param.axes[0] == "layers"
+    return param.layers is not None
 
 
 def _stored_names(path: ParamPath, param: nnx.Variable) -> list[str]:
     """The name a parameter is stored under, or one per layer if it is stacked."""
     if not _is_stacked(param):
         return [".".join(map(str, path))]
-    return [".".join(map(str, (path[0], layer, *path[1:]))) for layer in range(param.shape[0])]
+    layers, _, *rest = path
+    return [".".join(map(str, (layers, layer, *rest))) for layer in param.layers]

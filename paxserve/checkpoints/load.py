@@ -113,11 +113,11 @@ def _read_block(
     filled = 0
     for source in sources:
         place, wanted = [], []
-        for taken, size, (start, stop) in zip(source.index, target.shape, bounds, strict=True):
+        for taken, size, (start, stop), offset in zip(source.index, target.shape, bounds, source.first, strict=True):
             first, last, _ = taken.indices(size)
             low, high = max(first, start), min(last, stop)
             place.append(slice(low - start, high - start))
-            wanted.append(slice(low - first, high - first))
+            wanted.append(slice(offset + low - first, offset + high - first))
         if all(part.start < part.stop for part in wanted):
             values = _read_view(reader, source, tuple(wanted))
             block[tuple(place)] = values

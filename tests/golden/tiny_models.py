@@ -30,6 +30,20 @@ _SMALL = {
     "eos_token_id": 2,
 }
 _LLAMA = {**_SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10_000.0}
+_DEEPSEEK = {
+    **_SMALL,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,
+    "rope_theta": 10_000.0,
+}
+del _DEEPSEEK["head_dim"]
+_DEEPSEEK_V2 = {**_DEEPSEEK, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+_DEEPSEEK_V3 = {**_DEEPSEEK, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 _QWEN2 = {**_SMALL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1_000_000.0}
 
 MODELS = {
@@ -87,6 +101,33 @@ MODELS = {
         "rope_theta": 1_000_000.0,
         "attention_bias": False,
     },
+    "deepseek_v2_lite": {
+        **_DEEPSEEK_V2,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
+    "deepseek_v2_query_rank_biases": {**_DEEPSEEK_V2, "q_lora_rank": 28, "attention_bias": True, "mlp_bias": True},
+    "deepseek_v3": {
+        **_DEEPSEEK_V3,
+        "q_lora_rank": 28,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
+    "deepseek_v3_not_interleaved": {**_DEEPSEEK_V3, "rope_interleave": False, "tie_word_embeddings": True},
 }
 
 # RoPE fields as in config.json, with head_dim and max_position_embeddings. The numbers are those of real checkpoints.

@@ -1,0 +1,163 @@
+"""What all models have in common: an embedding, a stack of pre-norm layers over one array of KV pages, an output.
+
+A family of models is a subclass that names its attention and says how its pages lie.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Num
+
+from paxserve.models.batch import AttentionBatch
+from paxserve.models.config import ModelConfig
+from paxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from paxserve.models.moe import MoE
+from paxserve.models.params import Declare
+from paxserve.models.rope import RopeTable, rope_table
+
+# A window wider than any context. Layers without a window use it when layers with different windows share one scan.
+NO_WINDOW = 2**30
+
+KVPages = Num[Array, "layers_pages *page"]
+Window = Int[Array, ""] | int | None
+
+
+class DecoderLayer(nnx.Module):
+    """Layer `index`, or all those of a run that begins there: its parameters get a leading axis if `declare` stacks them.
+
+    attention: the class of its attention, made from (declare, config) and called with (x, kv_pages, batch, rope, layer,
+    window); it gives (output, kv_pages with what the layer caches of the tokens written).
+    """
+
+    def __init__(self, declare: Declare, config: ModelConfig, index: int, attention: type[nnx.Module]) -> None:
+        make_attention: Any = attention
+        self.attn_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
+        self.attn = make_attention(declare, config)
+        self.mlp_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
+        self.mlp: MoE | GatedMLP
+        if config.moe is not None and config.moe.layers[index]:
+            self.mlp = MoE(declare, config.hidden_size, config.moe)
+        else:
+            self.mlp = GatedMLP(declare, config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        kv_pages: KVPages,
+        batch: AttentionBatch,
+        rope: RopeTable,
+        layer: Int[Array, ""] | int,
+        window: Window,
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv_pages = self.attn(self.attn_norm(x), kv_pages, batch, rope, layer, window)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), kv_pages
+
+
+class Decoder(nnx.Module):
+    """The whole model. `dtype` is that of weights and activations; norms, RoPE, softmax and logits are float32.
+
+    scan_layers: stack the parameters of each run of layers alike and go over them with one `lax.scan`, so that compile
+    time does not grow with depth (TPU); otherwise layers are unrolled, which spares the copy of every layer's weights that
+    XLA makes in a scan on CPU and GPU. Both run the same layer function on the same pages array and give the same numbers.
+    """
+
+    attention: ClassVar[type[nnx.Module]]
+
+    def __init__(self, config: ModelConfig, *, dtype: Any, scan_layers: bool) -> None:
+        declare = Declare(dtype)
+        self.config, self.scan_layers = config, scan_layers
+        self.embed = Embedding(declare, config.vocab_size, config.hidden_size)
+        if scan_layers:
+            layers = [
+                DecoderLayer(Declare(dtype, stack=run), config, run.start, self.attention)
+                for run in config.alike_layers()
+            ]
+        else:
+            layers = [DecoderLayer(declare, config, index, self.attention) for index in range(config.num_layers)]
+        self.layers = nnx.List(layers)
+        self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(declare, (config.vocab_size,), (config.hidden_size,), ("vocab",), ("embed",))
+
+    @staticmethod
+    def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
+        """Shape of the one array that holds every layer's `num_pages` KV pages on a platform."""
+        raise NotImplementedError
+
+    def __call__(
+        self, tokens: Int[Array, "tokens"], kv_pages: KVPages, batch: AttentionBatch
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        """(hidden states after the final norm, kv_pages with what every layer caches of the tokens written).
+
+        Padding tokens give finite, meaningless hidden states.
+        """
+        with jax.named_scope("embed"):
+            x = self.embed(tokens)  # [tokens, embed]
+        with jax.named_scope("rope_table"):
+            rope = rope_table(self.config.rope, self.config.rope_dim, batch.positions)
+        with jax.named_scope("layers"):
+            run = self._scanned if self.scan_layers else self._unrolled
+            x, kv_pages = run(x, kv_pages, batch, rope)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x), kv_pages
+
+    def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
+        """float32 scores of the next token for rows of hidden states."""
+        kernel = self.embed.embedding if self.config.tie_word_embeddings else self.lm_head.kernel
+        with jax.named_scope("logits"):
+            return project(hidden, kernel[...])
+
+    def _unrolled(
+        self, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
+            graph, params = nnx.split(layer)
+            x, kv_pages = _run_layer(graph, window, params, x, kv_pages, batch, rope, jnp.int32(index))
+        return x, kv_pages
+
+    def _scanned(
+        self, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        for run, layers in zip(self.config.alike_layers(), self.layers, strict=True):
+            x, kv_pages = self._scan_run(run, layers, x, kv_pages, batch, rope)
+        return x, kv_pages
+
+    def _scan_run(
+        self, run: range, layers: DecoderLayer, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        windows = [self.config.windows[index] for index in run]
+        uniform = len(set(windows)) == 1
+        stacked_windows = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
+        graph, stacked = nnx.split(layers)
+
+        def body(
+            carry: tuple[Array, KVPages], scanned: tuple[nnx.State, Array, Array]
+        ) -> tuple[tuple[Array, Array], None]:
+            params, index, window = scanned
+            layer = nnx.merge(graph, params)
+            return layer(*carry, batch, rope, index, windows[0] if uniform else window), None
+
+        indices = jnp.arange(run.start, run.stop, dtype=jnp.int32)
+        (x, kv_pages), _ = jax.lax.scan(body, (x, kv_pages), (stacked, indices, stacked_windows))
+        return x, kv_pages
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_layer(
+    graph: nnx.GraphDef,
+    window: int | None,
+    params: nnx.State,
+    x: Array,
+    kv_pages: KVPages,
+    batch: AttentionBatch,
+    rope: RopeTable,
+    layer: Int[Array, ""],
+) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    """A layer as a function of its parameters and number, so that layers alike are traced once."""
+    return nnx.merge(graph, params)(x, kv_pages, batch, rope, layer, window)

@@ -1,0 +1,115 @@
+"""DeepSeek-V2, V2-Lite, V3 and R1, and the models built like them (Kimi-K2): multi-head latent attention.
+
+The decoder is the one of all our models. What is cached of a token is one latent, from which every head's keys and
+values could be expanded, and one rotated key that all heads share (arXiv:2405.04434, section 2.1).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paxserve.models.batch import AttentionBatch
+from paxserve.models.config import ModelConfig
+from paxserve.models.decoder import Decoder, KVPages
+from paxserve.models.layers import Linear, RMSNorm
+from paxserve.models.params import Declare, Normal
+from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
+from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, write_latent_pages
+
+LATENT_NORM_EPSILON = 1e-6  # whatever a model's rms_norm_eps is, in the released code and in transformers
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention over paged latents, in the absorbed form.
+
+    kv_b, which expands a latent to a head's key and value, is two parameters: its key half is multiplied into the query
+    and its value half into the output, so that the cache is never expanded.
+    """
+
+    def __init__(self, declare: Declare, config: ModelConfig) -> None:
+        mla = config.mla
+        assert mla is not None
+        self.mla = mla
+        self.scale = config.head_dim**-0.5 * softmax_factor(config.rope)
+        heads, embed, q_rank, rank = config.num_heads, config.hidden_size, mla.q_lora_rank, mla.kv_lora_rank
+        bias = config.qkv_bias
+        head_axes = ("heads", "head_dim")
+        if q_rank is None:
+            self.q_a = self.q_a_norm = None
+            self.q = Linear(declare, (heads, config.head_dim), (embed,), head_axes, ("embed",))
+        else:
+            self.q_a = Linear(declare, (q_rank,), (embed,), ("latent",), ("embed",), use_bias=bias)
+            self.q_a_norm = RMSNorm(declare, q_rank, "latent", LATENT_NORM_EPSILON)
+            self.q = Linear(declare, (heads, config.head_dim), (q_rank,), head_axes, ("latent",))
+        self.kv_a = Linear(declare, (mla.cached_dim,), (embed,), ("latent",), ("embed",), use_bias=bias)
+        self.kv_a_norm = RMSNorm(declare, rank, "latent", LATENT_NORM_EPSILON)
+        self.k_b = declare((heads, mla.qk_nope_head_dim, rank), (*head_axes, "latent"), Normal(rank))
+        self.v_b = declare((heads, mla.v_head_dim, rank), (*head_axes, "latent"), Normal(rank))
+        self.out = Linear(declare, (embed,), (heads, mla.v_head_dim), ("embed",), head_axes, use_bias=config.out_bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        kv_pages: KVPages,
+        batch: AttentionBatch,
+        rope: RopeTable,
+        layer: Int[Array, ""] | int,
+        window: None,
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        """(output, kv_pages with this layer's latents and rotated keys of the tokens written)."""
+        assert window is None, "ModelConfig has no windows with latent attention"
+        first_page = layer * batch.num_pages
+
+        with jax.named_scope("q"):
+            q_a = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+            q = self.q(q_a)  # [tokens, heads, qk_nope_head_dim + qk_rope_head_dim]
+            q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
+            q_latent = _per_head("thn,hnr->thr", q_nope, self.k_b[...])  # [tokens, heads, kv_lora_rank]
+
+        with jax.named_scope("kv"):
+            latent, k_rope = jnp.split(self.kv_a(x), [self.mla.kv_lora_rank], axis=-1)
+            latent = self.kv_a_norm(latent)  # [tokens, kv_lora_rank]
+
+        with jax.named_scope("rope"):
+            interleaved = self.mla.rope_interleaved
+            q_rope = apply_rope(q_rope, rope, interleaved=interleaved)
+            k_rope = apply_rope(k_rope[:, None], rope, interleaved=interleaved)[:, 0]  # [tokens, qk_rope_head_dim]
+
+        with jax.named_scope("write_pages"):
+            kv_pages = write_latent_pages(kv_pages, latent, k_rope, batch.token_pages + first_page, batch.token_offsets)
+
+        with jax.named_scope("paged_attention"):
+            attended, _ = mla_paged_attention(
+                q_latent,
+                q_rope,
+                kv_pages,
+                batch.block_tables + first_page,
+                batch.context_lens,
+                batch.query_starts,
+                scale=self.scale,
+                max_query_len=batch.max_query_len,
+                implementation=batch.attention,
+            )  # [tokens, heads, kv_lora_rank]
+
+        with jax.named_scope("out"):
+            return self.out(_per_head("thr,hvr->thv", attended, self.v_b[...])), kv_pages
+
+
+class DeepSeek(Decoder):
+    """A decoder with latent attention in every layer."""
+
+    attention = LatentAttention
+
+    @staticmethod
+    def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
+        assert config.mla is not None
+        return mla_pages_shape(config.num_layers, num_pages, page_size, config.mla.cached_dim)
+
+
+def _per_head(
+    spec: str, x: Float[Array, "tokens heads inputs"], kernel: Float[Array, "heads *kernel"]
+) -> Float[Array, "tokens heads outputs"]:
+    """Each head's vectors times that head's matrix, summed in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,0 +1,149 @@
+"""Mixture of experts: a router picks a few experts for each token, and each expert works on its tokens as one group.
+
+No token is dropped and no expert has a capacity: the (token, expert) pairs are sorted by expert, and the groups' sizes
+are data, not shapes. What a token gets does not depend on which others, padding among them, are in the step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paxserve.models.config import MoEConfig
+from paxserve.models.layers import GatedMLP, project, swiglu
+from paxserve.models.params import Declare, Normal, zeros
+
+OUT_MAJOR = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+
+class MoE(nnx.Module):
+    """Routed experts, each a GatedMLP, and shared ones that see every token: the sum of what they make of it.
+
+    router [experts, embed] and score_bias [experts], always float32; gate_up [experts, 2, mlp, embed] and down [experts,
+    embed, mlp]; `shared` is one GatedMLP of the shared experts' joint width. Whole experts are spread over the mesh.
+    """
+
+    def __init__(self, declare: Declare, hidden_size: int, moe: MoEConfig) -> None:
+        self.moe = moe
+        experts, width = moe.num_experts, moe.intermediate_size
+        in_float32 = dataclasses.replace(declare, dtype=jnp.float32)
+        self.router = in_float32((experts, hidden_size), (None, "embed"), Normal(hidden_size))
+        self.score_bias = in_float32((experts,), (None,), zeros) if moe.score_bias else None
+        self.gate_up = declare((experts, 2, width, hidden_size), ("expert", None, None, "embed"), Normal(hidden_size))
+        self.down = declare((experts, hidden_size, width), ("expert", "embed", None), Normal(width))
+        shared = moe.shared_intermediate_size
+        self.shared = GatedMLP(declare, hidden_size, shared, use_bias=False) if shared else None
+
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        with jax.named_scope("route"):
+            bias = None if self.score_bias is None else self.score_bias[...]
+            logits = project(x.astype(jnp.float32), self.router[...])
+            experts, weights = route(logits, bias, self.moe)
+        with jax.named_scope("experts"):
+            y = apply_experts(x, experts, weights, self.gate_up[...], self.down[...])
+        if self.shared is not None:
+            with jax.named_scope("shared_experts"):
+                y = y + self.shared(x).astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+def route(
+    logits: Float[Array, "tokens experts"], bias: Float[Array, "experts"] | None, moe: MoEConfig
+) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
+    """(the experts chosen for each token, best first, as int32; their weights in float32) from float32 logits.
+
+    Scores are a softmax or sigmoid of the logits. Experts are chosen by score plus `bias` (arXiv:2408.15664), only from
+    the `top_groups` best groups (arXiv:2405.04434) if there are several; they are weighed by score alone. Of equals the
+    lower index is chosen.
+    """
+    scores = jax.nn.softmax(logits) if moe.scoring == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if moe.top_groups < moe.groups:
+        grouped = choice.reshape(len(choice), moe.groups, -1)  # [tokens, groups, experts of a group]
+        best, _ = jax.lax.top_k(grouped, 1 if moe.group_score == "max" else 2)
+        _, groups = jax.lax.top_k(best.sum(axis=-1), moe.top_groups)  # [tokens, top_groups]
+        open_groups = jax.nn.one_hot(groups, moe.groups, dtype=bool).any(axis=1)  # [tokens, groups]
+        choice = jnp.where(open_groups[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+    _, experts = jax.lax.top_k(choice, moe.experts_per_token)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if moe.normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return experts, weights * moe.scaling
+
+
+def apply_experts(
+    x: Float[Array, "tokens embed"],
+    experts: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+    gate_up: Float[Array, "experts 2 mlp embed"],
+    down: Float[Array, "experts embed mlp"],
+) -> Float[Array, "tokens embed"]:
+    """The weighted sum of what each token's experts make of it, in float32."""
+    chosen = experts.reshape(-1)  # [tokens * k]
+    order = jnp.argsort(chosen)
+    rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert
+    sizes = jnp.bincount(chosen, length=len(gate_up)).astype(jnp.int32)
+    y = jax.lax.platform_dependent(rows, sizes, gate_up, down, cpu=grouped_in_blocks, default=grouped_ragged)
+    y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
+    return jnp.sum(y * weights[:, :, None], axis=1)
+
+
+def grouped_ragged(
+    rows: Float[Array, "rows embed"],
+    sizes: Int[Array, "experts"],
+    gate_up: Float[Array, "experts 2 mlp embed"],
+    down: Float[Array, "experts embed mlp"],
+) -> Float[Array, "rows embed"]:
+    """Each expert applied to its rows, of which the first sizes[0] are expert 0's, the next sizes[1] expert 1's, ...
+
+    Accumulated and returned in float32.
+    """
+    experts, _, width, embed = gate_up.shape
+    gate_up = _ragged_dot(rows, gate_up.reshape(experts, 2 * width, embed), sizes)
+    return _ragged_dot(swiglu(gate_up.reshape(-1, 2, width)).astype(rows.dtype), down, sizes)
+
+
+def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot_general(
+        rows,
+        kernels,
+        sizes,
+        OUT_MAJOR,
+        precision=jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def grouped_in_blocks(
+    rows: Float[Array, "rows embed"],
+    sizes: Int[Array, "experts"],
+    gate_up: Float[Array, "experts 2 mlp embed"],
+    down: Float[Array, "experts embed mlp"],
+) -> Float[Array, "rows embed"]:
+    """As `grouped_ragged`, by a loop over blocks of rows that have one expert; experts without rows cost nothing.
+
+    For XLA:CPU, where a ragged dot multiplies every row by every expert.
+    """
+    block = 8 if len(rows) < 8 * len(sizes) else 32
+    blocks = -(-sizes // block)  # [experts]
+    last = jnp.cumsum(blocks)  # [experts], the block after an expert's last
+    # Block b of expert e starts at row shift[e] + b * block.
+    shift = jnp.cumsum(sizes) - sizes - (last - blocks) * block
+    padded = jnp.pad(rows, ((0, block), (0, 0)))
+
+    def body(index: Array, out: Array) -> Array:
+        # The barrier ties the kernels to the iteration: XLA:CPU slices bfloat16 by way of float32 and would convert all
+        # experts ahead of the loop.
+        index, gate_ups, downs = jax.lax.optimization_barrier((index, gate_up, down))
+        expert = jnp.searchsorted(last, index, side="right")
+        start = shift[expert] + index * block
+        x = jax.lax.dynamic_slice_in_dim(padded, start, block)
+        y = project(swiglu(project(x, gate_ups[expert])).astype(x.dtype), downs[expert])
+        # An expert's last block may run into the next one's rows, which are written later.
+        return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
+
+    return jax.lax.fori_loop(0, last[-1], body, jnp.zeros(padded.shape, jnp.float32))[: len(rows)]

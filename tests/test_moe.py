@@ -1,0 +1,78 @@
+"""Experts against plain NumPy, whichever form multiplies them, and that a token's result is its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paxserve.models.config import MoEConfig
+from paxserve.models.moe import MoE, apply_experts, grouped_in_blocks, grouped_ragged
+from paxserve.models.params import Declare, random_params
+from paxserve.sharding import make_mesh
+
+EMBED, WIDTH, EXPERTS, CHOSEN = 16, 24, 6, 2
+MOE = MoEConfig(EXPERTS, CHOSEN, WIDTH, layers=(True,), shared_intermediate_size=8, score_bias=True)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+GATE_UP, DOWN = random(EXPERTS, 2, WIDTH, EMBED) / 4, random(EXPERTS, EMBED, WIDTH, seed=1) / 4
+
+
+def expert(x, e):
+    gate, up = x @ GATE_UP[e, 0].T, x @ GATE_UP[e, 1].T
+    return (gate / (1 + np.exp(-gate)) * up) @ DOWN[e].T
+
+
+@pytest.mark.parametrize("grouped", [grouped_in_blocks, grouped_ragged])
+@pytest.mark.parametrize(
+    "sizes", [[1, 0, 0, 0, 0, 0], [0, 3, 0, 1, 0, 2], [0, 0, 0, 0, 0, 9], [8, 8, 0, 17, 15, 0], [40, 1, 0, 97, 0, 70]]
+)
+def test_each_group_has_its_expert(grouped, sizes):
+    rows = random(sum(sizes), EMBED)
+    expected = np.concatenate([expert(part, e) for e, part in enumerate(np.split(rows, np.cumsum(sizes)[:-1]))])
+    found = jax.jit(grouped)(rows, jnp.array(sizes, jnp.int32), GATE_UP, DOWN)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_are_weighed_and_summed():
+    x, weights = random(5, EMBED), random(5, CHOSEN, seed=2)
+    experts = np.array([[0, 1], [5, 0], [3, 5], [1, 0], [2, 4]], np.int32)
+    expected = [
+        sum(w * expert(row, e) for e, w in zip(*pair, strict=True))
+        for row, *pair in zip(x, experts, weights, strict=True)
+    ]
+    found = jax.jit(apply_experts)(x, experts, weights, GATE_UP, DOWN)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    graph, declared = nnx.split(MoE(Declare(jnp.float32), EMBED, MOE))
+    params = random_params(declared, 0, make_mesh())
+    return jax.jit(lambda x: nnx.merge(graph, params)(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64])
+def test_a_token_does_not_depend_on_its_batch_mates(layer, tokens):
+    x = random(tokens, EMBED)
+    y = layer(x)
+    for mates in (random(9, EMBED, seed=3), np.zeros((3, EMBED), np.float32), np.repeat(x[:1], 70, axis=0)):
+        batch = np.concatenate([mates[:2], x, mates[2:]])
+        np.testing.assert_allclose(layer(batch)[2 : 2 + tokens], y, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [4, 128])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA:CPU")
+def test_no_copy_of_all_experts_is_made(dtype, tokens):
+    experts, chosen = 32, 2
+    x = jax.ShapeDtypeStruct((tokens, 64), dtype)
+    pairs = jax.ShapeDtypeStruct((tokens, chosen), jnp.int32), jax.ShapeDtypeStruct((tokens, chosen), jnp.float32)
+    kernels = jax.ShapeDtypeStruct((experts, 2, 256, 64), dtype), jax.ShapeDtypeStruct((experts, 64, 256), dtype)
+    memory = jax.jit(apply_experts).lower(x, *pairs, *kernels).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 4
