@@ -14,6 +14,9 @@ from paxserve.models.registry import model_class
 
 PARAMETERS = {
     "deepseek-67b": 67_425_001_472,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
@@ -59,6 +62,11 @@ def test_a_name_stands_for_a_configuration_without_weights():
     )
     with pytest.raises(CheckpointError, match=r"llama-3\.1-8b\.json is a configuration without weights"):
         source.load(None, None)
+
+
+def test_every_name_has_a_footprint():
+    for name in builtin_names():
+        assert resolve_kv_shape(name)[0] == name
 
 
 @pytest.mark.parametrize("name", [name for name in builtin_names() if name.startswith("opt-")])

@@ -11,7 +11,6 @@ from paxserve.config import EngineConfig
 from paxserve.footprint import MeshShape, footprint, mesh_shape, query_key_pairs
 from paxserve.model_source import resolve_kv_shape
 from paxserve.models.builtin import builtin_config
-from paxserve.models.config import MLAConfig
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.kv_shape import KV_DTYPES, kv_shape, kv_shape_from_hf
 from paxserve.runner import make_builder
@@ -21,22 +20,7 @@ GIB = 2**30
 
 
 def shape_of(name):
-    config = builtin_config(name)
-    if "kv_lora_rank" not in config:
-        return kv_shape_from_hf(config)
-    fields = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    return kv_shape(
-        dataclasses.replace(
-            config_from_hf(builtin_config("llama-2-7b")),
-            num_layers=layers,
-            windows=(None,) * layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-            mla=MLAConfig(**{field: config[field] for field in fields}),
-        )
-    )
+    return kv_shape_from_hf(builtin_config(name))
 
 
 @pytest.mark.parametrize(
