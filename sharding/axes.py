@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 MESH_AXES = ("data", "kv_head", "kv_page")
 
 # Tensor parallelism runs over the joint (kv_head, kv_page) axes; the KV heads themselves split only over kv_head, and
-# what is left of the tensor-parallel degree splits the pages of each sequence. Latent attention has no KV heads to split:
-# its query heads take the whole degree ("heads"), and its latents are whole on every device.
+# what is left of the tensor-parallel degree splits the pages of each sequence. Latent attention has no KV heads:
+# its query heads take the whole degree ("heads"), and the ranks of its projections are not split.
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": ("kv_head", "kv_page"),
     "mlp": ("kv_head", "kv_page"),

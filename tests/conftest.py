@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from engine_models import write_random, write_reciting
+from engine_models import RANDOM_MODELS, write_random, write_reciting
 
 from paxserve import LLM
 
@@ -33,11 +33,11 @@ def xla_cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("xla"))
 
 
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory):
-    """(directory, the same model in numpy) of the random model of engine_models.py."""
+@pytest.fixture(scope="session", params=RANDOM_MODELS)
+def random_model(tmp_path_factory, request):
+    """(directory, the same model in numpy) of each random model of engine_models.py."""
     directory = tmp_path_factory.mktemp("random")
-    return directory, write_random(directory)
+    return directory, write_random(directory, request.param)
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,7 @@ class DenseLlama:
         for layer in range(self.config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             x = x + self._attention(self._norm(x, name + "input_layernorm"), name + "self_attn.", layer)
-            h = self._norm(x, name + "post_attention_layernorm")
-            gate = self._linear(h, name + "mlp.gate_proj")
-            x = x + self._linear(
-                gate / (1 + np.exp(-gate)) * self._linear(h, name + "mlp.up_proj"), name + "mlp.down_proj"
-            )
+            x = x + self._mlp(self._norm(x, name + "post_attention_layernorm"), name + "mlp.")
         return self._linear(self._norm(x, "model.norm"), "lm_head")
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
@@ -63,6 +59,10 @@ class DenseLlama:
         attended = np.exp(log_softmax(scores)) @ v  # [heads, tokens, dim]
         return self._linear(attended.swapaxes(0, 1).reshape(len(x), heads * dim), name + "o_proj")
 
+    def _mlp(self, x: np.ndarray, name: str) -> np.ndarray:
+        gate = self._linear(x, name + "gate_proj")
+        return self._linear(gate / (1 + np.exp(-gate)) * self._linear(x, name + "up_proj"), name + "down_proj")
+
     def _rope(self, x: np.ndarray) -> np.ndarray:
         half = x.shape[-1] // 2
         frequencies = self.config.get("rope_theta", 10_000.0) ** (-np.arange(half) / half)
@@ -73,9 +73,9 @@ class DenseLlama:
             axis=-1,
         )
 
-    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    def _norm(self, x: np.ndarray, name: str, epsilon: float | None = None) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self.tensors[name + ".weight"]
+        return x / np.sqrt(mean + (epsilon or self.config["rms_norm_eps"])) * self.tensors[name + ".weight"]
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         # Not `@`: for matrices this small BLAS only waits for its threads.

@@ -1,10 +1,11 @@
-"""Two tiny models for whole-engine tests: one random, and one that recites its vocabulary."""
+"""Tiny models for whole-engine tests: random ones, and one that recites its vocabulary."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+from dense_deepseek import DenseDeepSeek
 from dense_llama import DenseLlama
 from golden.tiny_models import MODELS, weight
 from tiny_checkpoints import hf_config, hf_tensors, write_hf
@@ -20,12 +21,16 @@ END = RECITED.index("</s>")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 
 
-def write_random(directory: Path) -> DenseLlama:
-    """Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; no tokenizer."""
-    config = {**MODELS["qwen2_some_windows"], "max_position_embeddings": 128}
+RANDOM_MODELS = {"qwen2_some_windows": DenseLlama, "deepseek_v2_query_rank_biases": DenseDeepSeek}
+
+
+def write_random(directory: Path, name: str = "qwen2_some_windows") -> DenseLlama:
+    """A model without tokenizer: Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; or
+    DeepSeek-V2 with latent attention."""
+    config = {**MODELS[name], "max_position_embeddings": 128}
     tensors = {source.name: weight(source.name, source.shape) for source in tensor_sources(config_from_hf(config))}
     write_hf(directory, config, tensors)
-    return DenseLlama(config, tensors)
+    return RANDOM_MODELS[name](config, tensors)
 
 
 def write_reciting(directory: Path) -> None:
