@@ -167,7 +167,9 @@ def allocated_by_formula(limits, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["llama_mha", "llama_gqa_tied", "llama_mqa_biases"])
+@pytest.mark.parametrize(
+    "model", ["llama_mha", "llama_gqa_tied", "llama_mqa_biases", "deepseek_v2_lite", "deepseek_v3"]
+)
 def test_the_pool_takes_what_the_formula_says(model, dtype):
     """Allocated as an engine does it, of the size that an engine chooses, without compiling the engine's programs."""
     model = config_from_hf(MODELS[model])
