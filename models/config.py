@@ -82,6 +82,16 @@ class MoEConfig:
     normalize: bool = True
     scaling: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.num_experts % self.groups:
+            raise ValueError(f"{self.num_experts} experts cannot be split into {self.groups} groups of one size")
+        reachable = self.num_experts // self.groups * self.top_groups
+        if not 1 <= self.experts_per_token <= reachable <= self.num_experts:
+            raise ValueError(
+                f"{self.experts_per_token} experts per token cannot be chosen from {self.top_groups} of {self.groups} "
+                f"groups of {self.num_experts} experts"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -89,7 +99,8 @@ class ModelConfig:
 
     MHA is `num_kv_heads == num_heads`, MQA is `num_kv_heads == 1`. `windows[l]` is layer l's sliding window in tokens
     (a query sees itself and the window - 1 tokens before it), None for full attention. With `mla`, `num_kv_heads` is
-    `num_heads` and `head_dim` a query head's whole width, RoPE part included.
+    `num_heads` and `head_dim` a query head's whole width, RoPE part included. `mtp_layers` layers for multi-token
+    prediction (arXiv:2412.19437, section 2.2) follow the `num_layers` in a checkpoint; they are not run.
     """
 
     architecture: str
@@ -114,6 +125,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

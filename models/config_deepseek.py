@@ -85,8 +85,8 @@ def moe_config(fields: Mapping[str, Any]) -> MoEConfig | None:
         return None
     if fields["num_experts_per_tok"] is None:
         raise ValueError("num_experts_per_tok is missing")
-    method = fields["topk_method"]  # V3's is fixed
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+    method, is_v3 = fields["topk_method"], fields["scoring_func"] == "sigmoid"  # V3 has one method, V2 two
+    if not is_v3 and method not in ("greedy", "group_limited_greedy"):
         raise NotImplementedError(f"topk_method={method!r} is not supported, only greedy and group_limited_greedy")
     grouped = method != "greedy"
     if grouped and not (fields["n_group"] and fields["topk_group"]):
@@ -100,8 +100,8 @@ def moe_config(fields: Mapping[str, Any]) -> MoEConfig | None:
         scoring=fields["scoring_func"],
         groups=fields["n_group"] if grouped else 1,
         top_groups=fields["topk_group"] if grouped else 1,
-        group_score="top2" if method == "noaux_tc" else "max",
-        score_bias=method == "noaux_tc",
+        group_score="top2" if is_v3 else "max",
+        score_bias=is_v3,
         normalize=fields["norm_topk_prob"],
         scaling=fields["routed_scaling_factor"],
     )

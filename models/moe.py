@@ -87,7 +87,9 @@ def apply_experts(
     order = jnp.argsort(chosen)
     rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert
     sizes = jnp.bincount(chosen, length=len(gate_up)).astype(jnp.int32)
-    y = jax.lax.platform_dependent(rows, sizes, gate_up, down, cpu=grouped_in_blocks, default=grouped_ragged)
+    y = jax.lax.platform_dependent(
+        rows, sizes, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
+    )
     y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
     return jnp.sum(y * weights[:, :, None], axis=1)
 
@@ -126,9 +128,11 @@ def grouped_in_blocks(
 ) -> Float[Array, "rows embed"]:
     """As `grouped_ragged`, by a loop over blocks of rows that have one expert; experts without rows cost nothing.
 
-    For XLA:CPU, where a ragged dot multiplies every row by every expert.
+    For XLA:CPU, where a ragged dot multiplies every row by every expert, and for TPU, where it copies all kernels to
+    have them in-major.
     """
-    block = 8 if len(rows) < 8 * len(sizes) else 32
+    # About an expert's share, for most experts to need one block. A block of 8 rows costs little more than one of 1.
+    block = min(max(8, 1 << (len(rows) // len(sizes)).bit_length()), 256)
     blocks = -(-sizes // block)  # [experts]
     last = jnp.cumsum(blocks)  # [experts], the block after an expert's last
     # Block b of expert e starts at row shift[e] + b * block.

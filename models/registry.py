@@ -10,6 +10,8 @@ MODELS: dict[str, type[Decoder]] = {
     "mistral": Llama,
     "qwen2": Llama,
     "qwen3": Llama,
+    "mixtral": Llama,
+    "qwen3_moe": Llama,
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
 }

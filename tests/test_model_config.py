@@ -1,12 +1,13 @@
 """Configurations as published with real checkpoints, read from config.json and from GGUF metadata."""
 
 import copy
+import dataclasses
 from math import prod
 
 import pytest
 from golden.tiny_models import MODELS
 
-from paxserve.models.config import ModelConfig, RopeConfig
+from paxserve.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from paxserve.models.config_gguf import config_from_gguf
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.weights import tensor_sources
@@ -164,6 +165,115 @@ SMOLLM2_135M = {
     "torch_dtype": "bfloat16",
     "vocab_size": 49152,
 }
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+DEEPSEEK_V2 = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "num_nextn_predict_layers": None,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "vocab_size": 102400,
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK_V2,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 REAL = {
     "Llama-2-7b": LLAMA_2_7B,
     "Llama-3.1-8B": LLAMA_31_8B,
@@ -173,6 +283,10 @@ REAL = {
     "Qwen2.5-7B": QWEN25_7B,
     "Qwen3-8B": QWEN3_8B,
     "SmolLM2-135M": SMOLLM2_135M,
+    "DeepSeek-V2": DEEPSEEK_V2,
+    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Kimi-K2": KIMI_K2,
 }
 LLAMA3_ROPE = RopeConfig(500_000.0, "llama3", 8.0, 8192, 1.0, 4.0)
 
@@ -226,14 +340,60 @@ def test_real_configs(name, head_dim, windows, theta, kind, billions):
     assert parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+def test_deepseek():
+    v3, v2, lite, kimi = map(config_from_hf, (DEEPSEEK_V3, DEEPSEEK_V2, DEEPSEEK_V2_LITE, KIMI_K2))
+    assert v3.mla == v2.mla == kimi.mla == MLAConfig(1536, 512, 128, 64, 128, rope_interleaved=True)
+    assert lite.mla == dataclasses.replace(v3.mla, q_lora_rank=None)
+    assert (v3.head_dim, v3.num_kv_heads, v3.rope_dim) == (192, 128, 64)
+    assert v3.rope == RopeConfig(1e4, "yarn", 40, 4096, mscale=1.0, mscale_all_dim=1.0)
+    assert v3.moe == MoEConfig(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=2048,
+        layers=(False,) * 3 + (True,) * 58,
+        shared_intermediate_size=2048,
+        scoring="sigmoid",
+        groups=8,
+        top_groups=4,
+        group_score="top2",
+        score_bias=True,
+        normalize=True,
+        scaling=2.5,
+    )
+    assert v2.moe == MoEConfig(
+        num_experts=160,
+        experts_per_token=6,
+        intermediate_size=1536,
+        layers=(False,) + (True,) * 59,
+        shared_intermediate_size=3072,
+        groups=8,
+        top_groups=3,
+        normalize=False,
+        scaling=16.0,
+    )
+    assert lite.moe == MoEConfig(64, 6, 1408, (False,) + (True,) * 26, 2816, normalize=False)
+    assert (kimi.architecture, kimi.moe.groups, kimi.moe.top_groups, kimi.moe.scaling) == ("deepseek_v3", 1, 1, 2.827)
+    assert [config.mtp_layers for config in (v3, v2, kimi)] == [1, 0, 0]
+    assert v3.alike_layers() == [range(3), range(3, 61)]
+
+
+def test_deepseek_layers_without_experts():
+    dense = config_from_hf({**DEEPSEEK_V3, "first_k_dense_replace": 61})
+    assert (dense.moe, dense.alike_layers()) == (None, [range(61)])
+    assert config_from_hf({**DEEPSEEK_V3, "n_routed_experts": None}) == dense
+    every_third = config_from_hf({**DEEPSEEK_V3, "num_hidden_layers": 7, "moe_layer_freq": 3})
+    assert every_third.alike_layers() == [range(3), range(3, 4), range(4, 6), range(6, 7)]
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_new_spelling_reads_the_same(name):
     """transformers 5 writes rope_parameters and dtype."""
     new = copy.deepcopy(REAL[name])
     new["dtype"] = new.pop("torch_dtype")
+    scaling = new.pop("rope_scaling", None) or {}
     new["rope_parameters"] = {
-        "rope_type": "default",
-        **(new.pop("rope_scaling", None) or {}),
+        "rope_type": scaling.pop("type", "default"),
+        **scaling,
         "rope_theta": new.pop("rope_theta", 10_000.0),
     }
     assert config_from_hf(new) == config_from_hf(REAL[name])
@@ -267,6 +427,10 @@ def test_missing_fields_take_the_defaults_of_the_model_type():
     assert (mistral.num_kv_heads, set(mistral.windows), mistral.intermediate_size) == (8, {4096}, 14_336)
     assert (qwen2.vocab_size, qwen2.qkv_bias, qwen2.out_bias, set(qwen2.windows)) == (151_936, True, False, {None})
     assert (qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm, qwen3.eos_token_ids) == (128, False, True, ())
+    named = {
+        name: DEEPSEEK_V3[name] for name in ("model_type", "max_position_embeddings", "rope_scaling", "torch_dtype")
+    }
+    assert config_from_hf(named) == dataclasses.replace(config_from_hf(DEEPSEEK_V3), mtp_layers=0)
 
 
 def test_attention_bias_of_llama_is_on_the_output_too():
@@ -309,6 +473,12 @@ def test_windows_of_qwen():
         (QWEN25_7B, {"use_mrope": True}, "use_mrope"),
         (QWEN25_7B, {"mlp_bias": True}, "mlp_bias"),
         (MISTRAL_7B_V01, {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK_V3, {"mlp_bias": True}, "mlp_bias"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK_V2, {"rope_interleave": False}, "rope_interleave"),
         (MISTRAL_7B_V01, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (
             LLAMA_2_7B,
@@ -330,9 +500,18 @@ def test_incomplete_rope_scaling_is_an_error(rope, named):
         config_from_hf({**LLAMA_2_7B, "rope_scaling": rope})
 
 
-def test_uneven_head_groups_are_an_error():
-    with pytest.raises(ValueError, match="evenly"):
-        config_from_hf({**LLAMA_2_7B, "num_key_value_heads": 5})
+@pytest.mark.parametrize(
+    ("base", "change", "named"),
+    [
+        (LLAMA_2_7B, {"num_key_value_heads": 5}, "evenly"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 64}, "64 KV heads"),
+        (DEEPSEEK_V2, {"n_group": None}, "n_group"),
+        (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok"),
+    ],
+)
+def test_fields_that_do_not_fit_are_an_error(base, change, named):
+    with pytest.raises(ValueError, match=named):
+        config_from_hf({**base, **change})
 
 
 # The metadata of the published SmolLM2-135M-Instruct GGUF, tokens shortened; float32 values as a reader returns them.
