@@ -37,8 +37,10 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
-"""Of the checkpoints published on Hugging Face."""
+"""Of the checkpoints published on Hugging Face; DeepSeek-V3's without its layer for multi-token prediction."""
 
 
 def count(name):
