@@ -47,7 +47,7 @@ class KVShape:
 
     def bytes_per_token(self, dtype: str) -> int:
         """Over all layers. Raises ValueError for a dtype that is not one of KV_DTYPES."""
-        return self.values_per_token * value_bytes(dtype)
+        return self.values_per_token * _value_bytes(dtype)
 
     def page_bytes(self, page_size: int, dtype: str) -> int:
         """Bytes of a page of `page_size` tokens over all layers: what one more page in the pool costs."""
@@ -55,19 +55,19 @@ class KVShape:
 
     def expanded_bytes_per_token(self, dtype: str) -> int | None:
         """For MLA, over all layers, if K and V of every head were cached; None otherwise."""
-        return None if self.expanded_values is None else self.num_layers * self.expanded_values * value_bytes(dtype)
+        return None if self.expanded_values is None else self.num_layers * self.expanded_values * _value_bytes(dtype)
 
     def visible_bytes(self, tokens: int, dtype: str) -> int:
         """Bytes of what the next token can still see of a sequence: windowed layers see no more than their windows."""
         seen = sum(tokens if window is None else min(tokens, window) for window in self.windows)
-        return seen * self.heads * self.head_values * value_bytes(dtype)
+        return seen * self.heads * self.head_values * _value_bytes(dtype)
 
     def scale_bytes(self, dtype: str) -> int:
         """Bytes of the quantisation scales, one float32 per layer and tensor however many tokens are cached; 0 if none."""
         return _SCALE_BYTES * self.tensors * self.num_layers if dtype in _QUANTISED else 0
 
 
-def value_bytes(dtype: str) -> int:
+def _value_bytes(dtype: str) -> int:
     """Bytes of one cached value. Raises ValueError for a dtype that is not one of KV_DTYPES."""
     if dtype not in KV_DTYPES:
         raise ValueError(f"KV dtype {dtype!r}: must be one of {', '.join(KV_DTYPES)}")

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from engine_models import write_reciting
+from golden.tiny_models import MODELS
 
 from paxserve import LLM, SamplingParams
 from paxserve.cli import COMMANDS, generate, main
@@ -206,6 +207,18 @@ def test_footprint_of_several_models(model, capsys):
     assert [line.split()[0] for line in lines if " int8 " in line] == ["llama-2-7b", "opt-13b", "smollm2", model.name]
 
 
+def test_footprint_shows_windows_and_what_latents_spare(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2_some_windows"]))
+    assert main(["footprint", "deepseek-v3", str(tmp_path / "config.json"), "--context", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "K, V of" in out
+    assert "within" in out
+    latent, windowed = (line.split() for line in out.splitlines() if "bfloat16" in line or "float32" in line)
+    assert latent[3:5] == ["70,272", "4,997,120"]
+    # Of 32 tokens, one of the two layers sees 8.
+    assert windowed[4:] == ["64", "KiB", "40", "KiB", "64", "KiB"]
+
+
 def test_footprint_json_and_plot(capsys, tmp_path):
     plot = tmp_path / "plot.png"
     argv = ["footprint", "llama-3.1-70b", "mistral-7b-v0.3", "--context", "131072", "--mesh", "16", "--json"]
@@ -245,6 +258,7 @@ def test_convert(model, engine_flags, tmp_path, capsys):
         (["footprint", "llama-9", "--context", "1"], "no model 'llama-9'"),
         (["footprint", "opt-13b", "--context", "0"], "context=0"),
         (["footprint", "opt-13b", "--context", "1", "--mesh", "two"], "mesh 'two'"),
+        (["footprint", "opt-13b", "--context", "1", "--plot", "plot.doc"], "--plot plot.doc: must end in .png"),
     ],
 )
 def test_a_users_mistake_is_one_line(argv, message, model, capsys):

@@ -113,6 +113,8 @@ def _cells(row: "Footprint") -> Mapping[str, str]:
 
 
 def _plot(file: str, curves: Sequence[Sequence["Footprint"]]) -> None:
+    if not file.endswith((".png", ".svg", ".pdf")):
+        raise ValueError(f"--plot {file}: must end in .png, .svg or .pdf")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
