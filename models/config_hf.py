@@ -7,8 +7,9 @@ numbers and is not implemented is refused by name, never ignored.
 from collections.abc import Mapping
 from typing import Any
 
-from paxserve.models import config_deepseek
+from paxserve.models import config_deepseek, config_moe
 from paxserve.models.config import ModelConfig, MoEConfig, RopeConfig
+from paxserve.models.config_quantization import check_quantization
 
 _SHARED_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -55,37 +56,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2": {**_QWEN_DEFAULTS, "attention_bias": True},
     "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
-    "mixtral": {
-        **_SHARED_DEFAULTS,
-        "vocab_size": 32_000,
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen3_moe": {
-        **_SHARED_DEFAULTS,
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32_768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-    },
+    "mixtral": {**_SHARED_DEFAULTS, **config_moe.MIXTRAL_DEFAULTS},
+    "qwen3_moe": {**_SHARED_DEFAULTS, **config_moe.QWEN3_MOE_DEFAULTS},
     "deepseek_v2": {**_SHARED_DEFAULTS, **config_deepseek.V2_DEFAULTS},
     "deepseek_v3": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
     "kimi_k2": {**_SHARED_DEFAULTS, **config_deepseek.V3_DEFAULTS},
@@ -112,15 +84,6 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
 }
-# Quantised weights are read in one format, DeepSeek-V3's; the fields of its quantization_config, and their values. A
-# checkpoint shows by itself which weights are in it.
-_FP8_BLOCKS: Mapping[str, tuple[Any, ...]] = {
-    "quant_method": ("fp8",),
-    "fmt": ("e4m3",),
-    "weight_block_size": ([128, 128],),
-    "activation_scheme": ("dynamic",),
-}
-_FP8_SKIPPED = ("modules_to_not_convert", "ignored_layers")
 # Fields that a model type does not have, or has fixed.
 _FIXED: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
@@ -174,7 +137,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         if fields[field] != value:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported for {model_type}, only {value}")
 
-    _check_quantization(fields.get("quantization_config") or {})
+    if fields.get("quantization_config") is not None:
+        check_quantization(fields["quantization_config"])
 
     num_heads = fields["num_attention_heads"]
     is_deepseek = model_type in ("deepseek_v2", "deepseek_v3")
@@ -203,34 +167,21 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=fields["bos_token_id"],
         eos_token_ids=_token_ids(fields["eos_token_id"]),
         mla=mla,
-        moe=config_deepseek.moe_config(fields) if is_deepseek else _moe(model_type, fields),
+        moe=_moe(model_type, fields),
         mtp_layers=(fields["num_nextn_predict_layers"] or 0) if is_deepseek else 0,
     )
 
 
-def _check_quantization(quantization: Mapping[str, Any]) -> None:
-    for field, value in quantization.items():
-        if field not in _FP8_SKIPPED and value not in _FP8_BLOCKS.get(field, ()):
-            raise NotImplementedError(
-                f"quantization_config with {field}={value!r} is not supported, only FP8 with blocks of 128 x 128"
-            )
-    if quantization and (missing := _FP8_BLOCKS.keys() - {"fmt"} - quantization.keys()):
-        raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}")
-
-
 def _moe(model_type: str, fields: Mapping[str, Any]) -> MoEConfig | None:
-    if model_type not in ("mixtral", "qwen3_moe"):
-        return None
-    num_layers, num_experts = fields["num_hidden_layers"], fields.get("num_experts", fields["num_local_experts"])
-    if model_type == "mixtral":
-        layers, normalize, width = (True,) * num_layers, True, fields["intermediate_size"]
-    else:
-        dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
-        layers = tuple(num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-        normalize, width = fields["norm_topk_prob"], fields["moe_intermediate_size"]
-    if not any(layers):
-        return None
-    return MoEConfig(num_experts, fields["num_experts_per_tok"], width, layers, normalize=normalize)
+    match model_type:
+        case "mixtral":
+            return config_moe.mixtral_moe(fields)
+        case "qwen3_moe":
+            return config_moe.qwen3_moe(fields)
+        case "deepseek_v2" | "deepseek_v3":
+            return config_deepseek.moe_config(fields)
+        case _:
+            return None
 
 
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
@@ -274,7 +225,7 @@ def _unnest(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(model_type: str, fields: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's sliding window: chosen layers of qwen2 and qwen3, all of mistral, mixtral and qwen3_moe, none of others."""
+    """Each layer's sliding window: none for most, chosen layers of qwen2 and qwen3, all layers of the others with one."""
     num_layers = fields["num_hidden_layers"]
     window = fields["sliding_window"] if "sliding_window" in _DEFAULTS[model_type] else None
     chosen_layers = model_type in ("qwen2", "qwen3")

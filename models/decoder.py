@@ -39,7 +39,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
         self.mlp: MoE | GatedMLP
         if config.moe is not None and config.moe.layers[index]:
-            self.mlp = MoE(declare, config.hidden_size, config.moe)
+            self.mlp = MoE(declare, config.hidden_size, config.moe, shared_bias=config.mlp_bias)
         else:
             self.mlp = GatedMLP(declare, config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias)
 

@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
             q_a = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
             q = self.q(q_a)  # [tokens, heads, qk_nope_head_dim + qk_rope_head_dim]
             q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
-            q_latent = _per_head("thn,hnr->thr", q_nope, self.k_b[...])  # [tokens, heads, kv_lora_rank]
+            q_latent = _per_head("htn,hnr->htr", q_nope, self.k_b[...])  # [tokens, heads, kv_lora_rank]
 
         with jax.named_scope("kv"):
             latent, k_rope = jnp.split(self.kv_a(x), [self.mla.kv_lora_rank], axis=-1)
@@ -93,7 +93,7 @@ class LatentAttention(nnx.Module):
             )  # [tokens, heads, kv_lora_rank]
 
         with jax.named_scope("out"):
-            return self.out(_per_head("thr,hvr->thv", attended, self.v_b[...])), kv_pages
+            return self.out(_per_head("htr,hvr->htv", attended, self.v_b[...])), kv_pages
 
 
 class DeepSeek(Decoder):
@@ -110,6 +110,8 @@ class DeepSeek(Decoder):
 def _per_head(
     spec: str, x: Float[Array, "tokens heads inputs"], kernel: Float[Array, "heads *kernel"]
 ) -> Float[Array, "tokens heads outputs"]:
-    """Each head's vectors times that head's matrix, summed in float32."""
+    """Each head's vectors times that head's matrix, summed in float32. `spec` has x's heads first."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+    # Turned by hand: XLA:CPU refuses a bfloat16 product in which the head is not the first axis on both sides.
+    y = jnp.einsum(spec, x.swapaxes(0, 1), kernel, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype).swapaxes(0, 1)

@@ -24,10 +24,11 @@ class MoE(nnx.Module):
     """Routed experts, each a GatedMLP, and shared ones that see every token: the sum of what they make of it.
 
     router [experts, embed] and score_bias [experts], always float32; gate_up [experts, 2, mlp, embed] and down [experts,
-    embed, mlp]; `shared` is one GatedMLP of the shared experts' joint width. Whole experts are spread over the mesh.
+    embed, mlp]; `shared`, which alone may have biases, is one GatedMLP of the shared experts' joint width. Whole experts
+    are spread over the mesh.
     """
 
-    def __init__(self, declare: Declare, hidden_size: int, moe: MoEConfig) -> None:
+    def __init__(self, declare: Declare, hidden_size: int, moe: MoEConfig, *, shared_bias: bool = False) -> None:
         self.moe = moe
         experts, width = moe.num_experts, moe.intermediate_size
         in_float32 = dataclasses.replace(declare, dtype=jnp.float32)
@@ -36,7 +37,7 @@ class MoE(nnx.Module):
         self.gate_up = declare((experts, 2, width, hidden_size), ("expert", None, None, "embed"), Normal(hidden_size))
         self.down = declare((experts, hidden_size, width), ("expert", "embed", None), Normal(width))
         shared = moe.shared_intermediate_size
-        self.shared = GatedMLP(declare, hidden_size, shared, use_bias=False) if shared else None
+        self.shared = GatedMLP(declare, hidden_size, shared, use_bias=shared_bias) if shared else None
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         with jax.named_scope("route"):

@@ -8,10 +8,10 @@ parts of one tensor. With scanned layers the same sources apply: `layers.3.attn.
 in the leading axis of that parameter of its run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from paxserve.models.config import ModelConfig
+from paxserve.models.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
 
@@ -41,28 +41,41 @@ class TensorSource:
         return tuple(part.start or 0 for part in self.part) or (0,) * len(self.view)
 
 
-def tensor_sources(config: ModelConfig) -> list[TensorSource]:
+def tensor_sources(config: ModelConfig, names: Container[str] = ()) -> list[TensorSource]:
     """Every tensor a checkpoint of `config` must hold. Together they fill every parameter exactly once, and of a tensor
-    that is several sources every value is used exactly once."""
-    return list(_sources(config))
+    that is several sources every value is used exactly once.
+
+    names: those in the checkpoint, which show how its experts are spelt: a tensor for each, as released, or all in one,
+    as transformers 5 holds them in memory. By default as released.
+    """
+    return list(_sources(config, names))
 
 
-def _sources(config: ModelConfig) -> Iterator[TensorSource]:
+def mtp_tensors(config: ModelConfig) -> list[str]:
+    """Patterns (of fnmatch) of the tensors of layers for multi-token prediction, which a checkpoint may hold."""
+    return [f"model.layers.{config.num_layers + index}.*" for index in range(config.mtp_layers)]
+
+
+def _sources(config: ModelConfig, names: Container[str]) -> Iterator[TensorSource]:
     vocab, embed = config.vocab_size, config.hidden_size
     yield _whole("model.embed_tokens.weight", (vocab, embed), "embed.embedding")
     for layer in range(config.num_layers):
-        yield from _layer_sources(config, f"model.layers.{layer}", f"layers.{layer}")
+        yield from _layer_sources(config, layer, names)
     yield _whole("model.norm.weight", (embed,), "final_norm.scale")
     if not config.tie_word_embeddings:
         yield _whole("lm_head.weight", (vocab, embed), "lm_head.kernel")
 
 
-def _layer_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
+def _layer_sources(config: ModelConfig, layer: int, names: Container[str]) -> Iterator[TensorSource]:
+    source, path = f"model.layers.{layer}", f"layers.{layer}"
     attention = _gqa_sources if config.mla is None else _mla_sources
     yield _whole(f"{source}.input_layernorm.weight", (config.hidden_size,), f"{path}.attn_norm.scale")
     yield from attention(config, f"{source}.self_attn", f"{path}.attn")
     yield _whole(f"{source}.post_attention_layernorm.weight", (config.hidden_size,), f"{path}.mlp_norm.scale")
-    yield from _mlp_sources(config, f"{source}.mlp", f"{path}.mlp")
+    if config.moe is not None and config.moe.layers[layer]:
+        yield from _moe_sources(config, config.moe, source, f"{path}.mlp", names)
+    else:
+        yield from _mlp_sources(config, config.intermediate_size, f"{source}.mlp", f"{path}.mlp")
 
 
 def _gqa_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
@@ -122,8 +135,8 @@ def _mla_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tensor
         yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
 
 
-def _mlp_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
-    embed, mlp = config.hidden_size, config.intermediate_size
+def _mlp_sources(config: ModelConfig, mlp: int, source: str, path: str) -> Iterator[TensorSource]:
+    embed = config.hidden_size
     for row, name in enumerate(("gate", "up")):
         rows_index = (slice(row, row + 1), slice(None))
         yield TensorSource(
@@ -138,6 +151,43 @@ def _mlp_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tensor
     yield _whole(f"{source}.down_proj.weight", (embed, mlp), f"{path}.down.kernel")
     if config.mlp_bias:
         yield _whole(f"{source}.down_proj.bias", (embed,), f"{path}.down.bias")
+
+
+def _moe_sources(
+    config: ModelConfig, moe: MoEConfig, layer: str, path: str, names: Container[str]
+) -> Iterator[TensorSource]:
+    embed, experts, mlp = config.hidden_size, moe.num_experts, moe.intermediate_size
+    source, parts = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+    if config.architecture == "mixtral" and f"{source}.gate.weight" not in names:
+        source, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+
+    yield _whole(f"{source}.gate.weight", (experts, embed), f"{path}.router")
+    if moe.score_bias:
+        yield _whole(f"{source}.gate.e_score_correction_bias", (experts,), f"{path}.score_bias")
+    if (stacked := f"{source}.experts.gate_up_proj") in names:
+        yield _viewed(stacked, (experts, 2 * mlp, embed), (experts, 2, mlp, embed), f"{path}.gate_up")
+        yield _whole(f"{source}.experts.down_proj", (experts, embed, mlp), f"{path}.down")
+    else:
+        *gate_up, down = parts
+        for expert in range(experts):
+            name, place = f"{source}.experts.{expert}", slice(expert, expert + 1)
+            for row, part in enumerate(gate_up):
+                yield TensorSource(
+                    f"{name}.{part}.weight",
+                    (mlp, embed),
+                    (1, 1, mlp, embed),
+                    f"{path}.gate_up",
+                    (place, slice(row, row + 1), slice(None), slice(None)),
+                )
+            yield TensorSource(
+                f"{name}.{down}.weight",
+                (embed, mlp),
+                (1, embed, mlp),
+                f"{path}.down",
+                (place, slice(None), slice(None)),
+            )
+    if moe.shared_intermediate_size:
+        yield from _mlp_sources(config, moe.shared_intermediate_size, f"{source}.shared_experts", f"{path}.shared")
 
 
 def _viewed(name: str, shape: Shape, view: Shape, path: str) -> TensorSource:

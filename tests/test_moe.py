@@ -1,18 +1,49 @@
-"""Experts against plain NumPy, whichever form multiplies them, and that a token's result is its own."""
+"""The choice of experts against transformers (tests/golden/make_routing.py), what they compute against plain NumPy."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from golden.tiny_models import ROUTERS, router_logits, weight
 
 from paxserve.models.config import MoEConfig
-from paxserve.models.moe import MoE, apply_experts, grouped_in_blocks, grouped_ragged
+from paxserve.models.config_hf import config_from_hf
+from paxserve.models.moe import MoE, apply_experts, grouped_in_blocks, grouped_ragged, route
 from paxserve.models.params import Declare, random_params
 from paxserve.sharding import make_mesh
 
+GOLDEN = np.load(Path(__file__).parent / "golden" / "routing.npz")
 EMBED, WIDTH, EXPERTS, CHOSEN = 16, 24, 6, 2
 MOE = MoEConfig(EXPERTS, CHOSEN, WIDTH, layers=(True,), shared_intermediate_size=8, score_bias=True)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing_is_that_of_transformers(name):
+    moe = config_from_hf(ROUTERS[name]).moe
+    bias = weight(f"{name}.bias", (moe.num_experts,)) if moe.score_bias else None
+    experts, weights = route(jnp.asarray(router_logits(name, moe.num_experts)), bias, moe)
+    assert experts.dtype == jnp.int32
+    assert weights.dtype == jnp.float32
+    order = np.argsort(experts, axis=-1)
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(experts), order, -1), GOLDEN[f"{name}/experts"])
+    np.testing.assert_allclose(np.take_along_axis(np.asarray(weights), order, -1), GOLDEN[f"{name}/weights"], rtol=1e-5)
+
+
+def test_of_equal_experts_the_first_are_chosen():
+    moe = MoEConfig(8, 3, WIDTH, layers=(True,), groups=4, top_groups=2)
+    experts, _ = route(jnp.zeros((2, 8)), None, moe)
+    np.testing.assert_array_equal(experts, [[0, 1, 2]] * 2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"groups": 5}, {"experts_per_token": 9}, {"groups": 4, "top_groups": 1, "experts_per_token": 3}]
+)
+def test_impossible_choices_are_refused(fields):
+    with pytest.raises(ValueError, match="experts"):
+        MoEConfig(**{"num_experts": 8, "experts_per_token": 2, "intermediate_size": 4, "layers": (True,), **fields})
 
 
 def random(*shape, seed=0):

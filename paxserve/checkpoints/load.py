@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from paxserve.checkpoints.fill import Targets, fill_params
 from paxserve.checkpoints.reader import CheckpointError, TensorReader, listed
 from paxserve.models.config import ModelConfig
-from paxserve.models.weights import TensorSource, tensor_sources
+from paxserve.models.weights import TensorSource, mtp_tensors, tensor_sources
 
 # Tensors that are no weights: RoPE frequencies saved by older transformers versions, which follow from the
 # configuration, and the RoPE factors of a GGUF file, which are read into it.
@@ -44,7 +44,7 @@ def load_params(reader: TensorReader, config: ModelConfig, declared: nnx.State, 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> dict[str, list[TensorSource]]:
     """The sources of every parameter by its unrolled name, after checking that `reader` has them and nothing else."""
     sources = defaultdict(list)
-    for source in tensor_sources(config):
+    for source in tensor_sources(config, reader.tensors):
         sources[source.path].append(source)
     expected = {source.name: source.shape for group in sources.values() for source in group}
 
@@ -59,7 +59,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> dict[str, list[T
     extra = {
         name
         for name in reader.tensors.keys() - expected.keys()
-        if not any(fnmatchcase(name, pattern) for pattern in DERIVED_TENSORS)
+        if not any(fnmatchcase(name, pattern) for pattern in (*DERIVED_TENSORS, *mtp_tensors(config)))
         and not _is_tied_copy(reader, config, name)
     }
     if extra:

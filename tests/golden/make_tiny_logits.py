@@ -6,10 +6,12 @@ Needs torch and transformers, which paxserve does not. Logits of the dynamic-RoP
 since transformers rotates earlier keys of a longer prompt with the base of the whole prompt; all others in one forward.
 """
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from tiny_models import LOGIT_POSITIONS, MODELS, ROPE_POSITIONS, ROPES, prompt, weight
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -19,15 +21,15 @@ HERE = Path(__file__).parent
 
 def logits(name: str) -> np.ndarray:
     """Logits [LOGIT_POSITIONS, vocab] of a tiny model."""
-    fields = dict(MODELS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    state = {key: weight(key, tuple(value.shape)) for key, value in model.state_dict().items() if key not in tied}
-    missing, unexpected = model.load_state_dict({k: torch.from_numpy(v) for k, v in state.items()}, strict=False)
-    assert set(missing) <= tied, missing
-    assert not unexpected, unexpected
-    model.tie_weights()
+    with tempfile.TemporaryDirectory() as directory:
+        # transformers itself says what the tensors of a checkpoint are called, and reads them by those names.
+        fields = dict(MODELS[name])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        file = Path(directory) / "model.safetensors"
+        tensors = {key: weight(key, tensor.shape) for key, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
     tokens = torch.from_numpy(prompt(name))[None]
     with torch.no_grad():

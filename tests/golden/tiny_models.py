@@ -42,9 +42,35 @@ _DEEPSEEK = {
     "rope_theta": 10_000.0,
 }
 del _DEEPSEEK["head_dim"]
+_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+}
 _DEEPSEEK_V2 = {**_DEEPSEEK, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
 _DEEPSEEK_V3 = {**_DEEPSEEK, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 _QWEN2 = {**_SMALL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1_000_000.0}
+_MIXTRAL = {
+    **_SMALL,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE = {
+    **_SMALL,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 
 MODELS = {
     "llama_mha": {**_LLAMA, "num_key_value_heads": 4},
@@ -101,6 +127,15 @@ MODELS = {
         "rope_theta": 1_000_000.0,
         "attention_bias": False,
     },
+    "mixtral_window": {**_MIXTRAL, "sliding_window": 12},
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_some_dense": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
     "deepseek_v2_lite": {
         **_DEEPSEEK_V2,
         "rope_scaling": {
@@ -128,7 +163,44 @@ MODELS = {
         },
     },
     "deepseek_v3_not_interleaved": {**_DEEPSEEK_V3, "rope_interleave": False, "tie_word_embeddings": True},
+    "deepseek_v2_experts": {
+        **_DEEPSEEK_V2,
+        **_EXPERTS,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+    },
+    "deepseek_v2_lite_experts": {
+        **_DEEPSEEK_V2,
+        **_EXPERTS,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
+        "mlp_bias": True,
+    },
+    "deepseek_v3_experts": {**_DEEPSEEK_V3, **_EXPERTS, "q_lora_rank": 28, "routed_scaling_factor": 2.5},
 }
+
+# What config.json says of experts, by way of which they are chosen.
+_V2_ROUTER = {"model_type": "deepseek_v2", "n_routed_experts": 24, "num_experts_per_tok": 4}
+_V3_ROUTER = {"model_type": "deepseek_v3", "n_routed_experts": 32, "num_experts_per_tok": 5, "first_k_dense_replace": 0}
+ROUTERS = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    "qwen3_moe_not_normalised": {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4},
+    "deepseek_v2_greedy": _V2_ROUTER,
+    "deepseek_v2_grouped": {
+        **_V2_ROUTER,
+        "topk_method": "group_limited_greedy",
+        "n_group": 6,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek_v3": {**_V3_ROUTER, "n_group": 8, "topk_group": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "deepseek_v3_not_normalised": {**_V3_ROUTER, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    "deepseek_v3_one_group": {**_V3_ROUTER, "n_group": 1, "topk_group": 1},
+}
+ROUTED_TOKENS = 64
 
 # RoPE fields as in config.json, with head_dim and max_position_embeddings. The numbers are those of real checkpoints.
 ROPES = {
@@ -198,3 +270,8 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def prompt(name: str) -> np.ndarray:
     """The token ids [NUM_TOKENS] of a model."""
     return np.random.default_rng(zlib.crc32(name.encode())).integers(0, VOCAB, NUM_TOKENS)
+
+
+def router_logits(name: str, experts: int) -> np.ndarray:
+    """Logits [ROUTED_TOKENS, experts] of one of ROUTERS."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal((ROUTED_TOKENS, experts), np.float32)
