@@ -56,7 +56,9 @@ class DecoderLayer(nnx.Module):
             attended, kv_pages = self.attn(self.attn_norm(x), kv_pages, batch, rope, layer, window)
             x = x + attended
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), kv_pages
+            y = self.mlp_norm(x)
+            y = self.mlp(y, layer) if isinstance(self.mlp, MoE) else self.mlp(y)
+            return x + y, kv_pages
 
 
 class Decoder(nnx.Module):
@@ -134,13 +136,14 @@ class Decoder(nnx.Module):
         windows = [self.config.windows[index] for index in run]
         uniform = len(set(windows)) == 1
         stacked_windows = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
-        graph, stacked = nnx.split(layers)
+        # Experts' kernels are not sliced by the scan: see MoE.
+        graph, *(experts, stacked) = nnx.split(layers, lambda path, param: "expert" in param.axes, ...)
 
         def body(
             carry: tuple[Array, KVPages], scanned: tuple[nnx.State, Array, Array]
         ) -> tuple[tuple[Array, Array], None]:
             params, index, window = scanned
-            layer = nnx.merge(graph, params)
+            layer = nnx.merge(graph, experts, params)
             return layer(*carry, batch, rope, index, windows[0] if uniform else window), None
 
         indices = jnp.arange(run.start, run.stop, dtype=jnp.int32)

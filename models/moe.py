@@ -26,6 +26,9 @@ class MoE(nnx.Module):
     router [experts, embed] and score_bias [experts], always float32; gate_up [experts, 2, mlp, embed] and down [experts,
     embed, mlp]; `shared`, which alone may have biases, is one GatedMLP of the shared experts' joint width. Whole experts
     are spread over the mesh.
+
+    With layers stacked under a scan, the experts' kernels stay whole, and a call says which layer's are meant: a loop
+    inside the scan picks single experts, and a layer's slice of the kernels would be copied for it.
     """
 
     def __init__(self, declare: Declare, hidden_size: int, moe: MoEConfig, *, shared_bias: bool = False) -> None:
@@ -39,13 +42,19 @@ class MoE(nnx.Module):
         shared = moe.shared_intermediate_size
         self.shared = GatedMLP(declare, hidden_size, shared, use_bias=shared_bias) if shared else None
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], layer: Int[Array, ""] | int = 0
+    ) -> Float[Array, "tokens embed"]:
         with jax.named_scope("route"):
             bias = None if self.score_bias is None else self.score_bias[...]
             logits = project(x.astype(jnp.float32), self.router[...])
             experts, weights = route(logits, bias, self.moe)
         with jax.named_scope("experts"):
-            y = apply_experts(x, experts, weights, self.gate_up[...], self.down[...])
+            gate_up, down, stack = self.gate_up[...], self.down[...], self.gate_up.layers
+            if stack is None:
+                y = apply_experts(x, experts, weights, 0, gate_up[None], down[None])
+            else:
+                y = apply_experts(x, experts, weights, layer - stack.start, gate_up, down)
         if self.shared is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared(x).astype(jnp.float32)
@@ -80,16 +89,17 @@ def apply_experts(
     x: Float[Array, "tokens embed"],
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
-    gate_up: Float[Array, "experts 2 mlp embed"],
-    down: Float[Array, "experts embed mlp"],
+    layer: Int[Array, ""] | int,
+    gate_up: Float[Array, "layers experts 2 mlp embed"],
+    down: Float[Array, "layers experts embed mlp"],
 ) -> Float[Array, "tokens embed"]:
-    """The weighted sum of what each token's experts make of it, in float32."""
+    """The weighted sum of what each token's experts in `layer` make of it, in float32."""
     chosen = experts.reshape(-1)  # [tokens * k]
     order = jnp.argsort(chosen)
     rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert
-    sizes = jnp.bincount(chosen, length=len(gate_up)).astype(jnp.int32)
+    sizes = jnp.bincount(chosen, length=gate_up.shape[1]).astype(jnp.int32)
     y = jax.lax.platform_dependent(
-        rows, sizes, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
+        rows, sizes, layer, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
     )
     y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
     return jnp.sum(y * weights[:, :, None], axis=1)
@@ -98,16 +108,17 @@ def apply_experts(
 def grouped_ragged(
     rows: Float[Array, "rows embed"],
     sizes: Int[Array, "experts"],
-    gate_up: Float[Array, "experts 2 mlp embed"],
-    down: Float[Array, "experts embed mlp"],
+    layer: Int[Array, ""] | int,
+    gate_up: Float[Array, "layers experts 2 mlp embed"],
+    down: Float[Array, "layers experts embed mlp"],
 ) -> Float[Array, "rows embed"]:
-    """Each expert applied to its rows, of which the first sizes[0] are expert 0's, the next sizes[1] expert 1's, ...
+    """A layer's experts applied to their rows: the first sizes[0] are expert 0's, the next sizes[1] expert 1's, ...
 
     Accumulated and returned in float32.
     """
-    experts, _, width, embed = gate_up.shape
-    gate_up = _ragged_dot(rows, gate_up.reshape(experts, 2 * width, embed), sizes)
-    return _ragged_dot(swiglu(gate_up.reshape(-1, 2, width)).astype(rows.dtype), down, sizes)
+    _, experts, _, width, embed = gate_up.shape
+    gates_ups = _ragged_dot(rows, gate_up[layer].reshape(experts, 2 * width, embed), sizes)
+    return _ragged_dot(swiglu(gates_ups.reshape(-1, 2, width)).astype(rows.dtype), down[layer], sizes)
 
 
 def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
@@ -124,8 +135,9 @@ def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
 def grouped_in_blocks(
     rows: Float[Array, "rows embed"],
     sizes: Int[Array, "experts"],
-    gate_up: Float[Array, "experts 2 mlp embed"],
-    down: Float[Array, "experts embed mlp"],
+    layer: Int[Array, ""] | int,
+    gate_up: Float[Array, "layers experts 2 mlp embed"],
+    down: Float[Array, "layers experts embed mlp"],
 ) -> Float[Array, "rows embed"]:
     """As `grouped_ragged`, by a loop over blocks of rows that have one expert; experts without rows cost nothing.
 
@@ -147,7 +159,7 @@ def grouped_in_blocks(
         expert = jnp.searchsorted(last, index, side="right")
         start = shift[expert] + index * block
         x = jax.lax.dynamic_slice_in_dim(padded, start, block)
-        y = project(swiglu(project(x, gate_ups[expert])).astype(x.dtype), downs[expert])
+        y = project(swiglu(project(x, gate_ups[layer, expert])).astype(x.dtype), downs[layer, expert])
         # An expert's last block may run into the next one's rows, which are written later.
         return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
 

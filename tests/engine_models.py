@@ -17,17 +17,18 @@ from paxserve.models.weights import tensor_sources
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 RECITED = ["<s>", *LETTERS, "Ã", "©", "<x>", *LETTERS.upper(), "</s>", *"0123456789"]  # "Ã©" is byte-level for "é"
+VOCABULARY = [*RECITED, *sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(RECITED))]
 END = RECITED.index("</s>")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 
 
-RANDOM_MODELS = {"qwen2_some_windows": DenseLlama, "deepseek_v2_query_rank_biases": DenseDeepSeek}
+RANDOM_MODELS = {"qwen2_some_windows": DenseLlama, "deepseek_v3_experts": DenseDeepSeek}
 
 
-def write_random(directory: Path, name: str = "qwen2_some_windows") -> DenseLlama:
+def write_random(directory: Path, name: str = "qwen2_some_windows", **fields) -> DenseLlama:
     """A model without tokenizer: Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; or
-    DeepSeek-V2 with latent attention."""
-    config = {**MODELS[name], "max_position_embeddings": 128}
+    DeepSeek-V3 with latent attention, a dense layer and one of experts."""
+    config = {**MODELS[name], "num_hidden_layers": 2, "max_position_embeddings": 128, **fields}
     tensors = {source.name: weight(source.name, source.shape) for source in tensor_sources(config_from_hf(config))}
     write_hf(directory, config, tensors)
     return RANDOM_MODELS[name](config, tensors)
@@ -39,9 +40,7 @@ def write_reciting(directory: Path) -> None:
     Attention and MLP add nothing, and the row of a token in lm_head is the embedding of the token before it, so the next
     token's logit stands far above the others, whatever the temperature.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*RECITED, *(symbol for symbol in alphabet if symbol not in RECITED)]
-    config = hf_config(hidden=64, vocab_size=len(tokens), bos_token_id=0, eos_token_id=END)
+    config = hf_config(hidden=64, vocab_size=len(VOCABULARY), bos_token_id=0, eos_token_id=END)
     tensors = hf_tensors(config_from_hf(config))
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -50,8 +49,12 @@ def write_reciting(directory: Path) -> None:
             tensors[name] = np.ones_like(tensors[name])
     tensors["lm_head.weight"] = np.roll(tensors["model.embed_tokens.weight"], 1, axis=0)
     write_hf(directory, config, tensors)
+    write_tokenizer(directory)
 
-    tokenizer = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, []))
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of VOCABULARY, one token a byte."""
+    tokenizer = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(VOCABULARY)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<x>", "</s>"])

@@ -7,11 +7,13 @@ from collections import Counter
 import jax
 import numpy as np
 from flax import nnx
-from tiny_checkpoints import llama, unrolled
+from tiny_checkpoints import unrolled
 
 from paxserve.checkpoints.load import load_params
 from paxserve.checkpoints.safetensors import SafetensorsReader
 from paxserve.model_source import resolve_model
+from paxserve.models.registry import model_class
+from paxserve.models.weights import tensor_sources
 from paxserve.sharding import make_mesh
 
 # How many ways each parameter is split when tp = 8 = 4 KV heads x 2.
@@ -25,7 +27,11 @@ SPLITS = {
     "attn_norm": 1,
     "mlp_norm": 1,
     "final_norm": 1,
+    "router": 1,
+    "score_bias": 1,
 }
+# Latent attention splits its query heads all the way, and no rank.
+LATENT_SPLITS = SPLITS | {"q": 8, "k_b": 8, "v_b": 8, "out": 8, "q_a": 1, "q_a_norm": 1, "kv_a": 1, "kv_a_norm": 1}
 
 
 class CountingReader(SafetensorsReader):
@@ -41,9 +47,9 @@ class CountingReader(SafetensorsReader):
         return values
 
 
-def check_shards(params):
+def check_shards(params, split_ways):
     for path, param in nnx.to_flat_state(params):
-        splits = next(count for part, count in SPLITS.items() if part in path)
+        splits = next(count for part, count in split_ways.items() if part in path)
         shards = param.get_value().addressable_shards
         assert len(shards) == 8
         for shard in shards:
@@ -57,12 +63,14 @@ def main():
     config = resolve_model(hf).config
     values = {}
     for scan_layers in (False, True):
-        model = llama(config, config.dtype, scan_layers)
+        model = nnx.state(model_class(config)(config, dtype=config.dtype, scan_layers=scan_layers))
         reader = CountingReader(hf)
         loaded = {"hf": load_params(reader, config, model, mesh), "orbax": resolve_model(orbax).load(model, mesh)}
-        assert reader.values_read == {name: math.prod(info.shape) for name, info in reader.tensors.items()}
+        # A tensor is read once, but both halves of kv_b_proj by whole heads.
+        uses = Counter(source.name for source in tensor_sources(config))
+        assert reader.values_read == {name: uses[name] * math.prod(reader.tensors[name].shape) for name in uses}
         for kind, params in loaded.items():
-            check_shards(params)
+            check_shards(params, SPLITS if config.mla is None else LATENT_SPLITS)
             values |= {f"{kind}{scan_layers}:{k}": v.astype(np.float32) for k, v in unrolled(params).items()}
     np.savez(target, **values)
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
+from golden.tiny_models import MODELS, weight
 from tiny_checkpoints import (
     assert_params,
     expected_params,
@@ -17,6 +19,7 @@ from tiny_checkpoints import (
     hf_tensors,
     llama,
     tiny_config,
+    unrolled,
     write_gguf,
     write_hf,
 )
@@ -30,6 +33,9 @@ from paxserve.checkpoints.reader import CheckpointError
 from paxserve.checkpoints.safetensors import SafetensorsReader
 from paxserve.model_source import resolve_model
 from paxserve.models.config import RopeConfig
+from paxserve.models.config_hf import config_from_hf
+from paxserve.models.registry import model_class
+from paxserve.models.weights import tensor_sources
 from paxserve.sharding import make_mesh
 
 LLAMA3 = {
@@ -177,11 +183,25 @@ def test_convert_writes_all_or_nothing(tmp_path, monkeypatch):
         convert(tmp_path / "hf", tmp_path / "other", dtype="int8")
 
 
-def test_every_device_holds_and_reads_its_shard_only(tmp_path):
-    """On 8 devices, from both kinds of directory, in a process of its own."""
-    config = tiny_config()
-    tensors = hf_tensors(config, ml_dtypes.bfloat16)
-    write_hf(tmp_path / "hf", hf_config(torch_dtype="bfloat16"), tensors)
+def bfloat16_llama():
+    """(config.json, tensors)"""
+    fields = hf_config(torch_dtype="bfloat16")
+    return fields, hf_tensors(config_from_hf(fields), ml_dtypes.bfloat16)
+
+
+def bfloat16_deepseek():
+    """The same of a model with 8 heads and 8 experts."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    fields = {**MODELS["deepseek_v3_experts"], **heads, "n_routed_experts": 8, "torch_dtype": "bfloat16"}
+    sources = tensor_sources(config_from_hf(fields))
+    return fields, {source.name: weight(source.name, source.shape).astype(ml_dtypes.bfloat16) for source in sources}
+
+
+@pytest.mark.parametrize("make", [bfloat16_llama, bfloat16_deepseek])
+def test_every_device_holds_and_reads_its_shard_only(tmp_path, make):
+    """On 8 devices, from both kinds of directory, in a process of its own; the values are those of one device."""
+    fields, tensors = make()
+    write_hf(tmp_path / "hf", fields, tensors)
     convert(tmp_path / "hf", tmp_path / "orbax")
     script = Path(__file__).with_name("load_on_eight_devices.py")
     result = subprocess.run(
@@ -194,7 +214,9 @@ def test_every_device_holds_and_reads_its_shard_only(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     values = np.load(tmp_path / "values.npz")
-    expected = expected_params(config, tensors)
+    config = config_from_hf(fields)
+    declared = nnx.state(model_class(config)(config, dtype=config.dtype, scan_layers=False))
+    expected = unrolled(load_params(SafetensorsReader(tmp_path / "hf"), config, declared, make_mesh()))
     assert len(values) == 4 * len(expected)
     for key in values:
         _, name = key.split(":")

@@ -85,7 +85,7 @@ def build(config, scan_layers, dtype):
     return graph, nnx.from_flat_state(
         {
             tuple(int(part) if part.isdigit() else part for part in path): param.replace(
-                jnp.asarray(values[path], dtype)
+                jnp.asarray(values[path], param.dtype)
             )
             for path, param in state.items()
         }
@@ -128,8 +128,8 @@ def test_chunked_prefill_and_decode(name):
     assert relative_error(logits, name) < TOLERANCE
 
 
-def test_scanned_equals_unrolled():
-    name = "qwen2_some_windows"
+@pytest.mark.parametrize("name", ["qwen2_some_windows", "deepseek_v2_experts"])
+def test_scanned_equals_unrolled(name):
     runners = [Runner(name, scan_layers=scan, attention="xla") for scan in (False, True)]
     unrolled, scanned = (runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS)[0] for runner in runners)
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
@@ -138,8 +138,8 @@ def test_scanned_equals_unrolled():
     np.testing.assert_allclose(pages[0], pages[1], atol=1e-5)
 
 
-def test_bfloat16_is_near():
-    name = "llama_mha"
+@pytest.mark.parametrize("name", ["llama_mha", "mixtral_window", "qwen3_moe_some_dense", "deepseek_v3"])
+def test_bfloat16_is_near(name):
     runner = Runner(name, scan_layers=False, attention="xla", dtype=jnp.bfloat16)
     (logits,) = runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS)
     assert logits.dtype == np.float32

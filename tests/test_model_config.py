@@ -140,6 +140,48 @@ QWEN3_8B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 32,
+}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 SMOLLM2_135M = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -282,6 +324,8 @@ REAL = {
     "Mistral-7B-v0.3": MISTRAL_7B_V03,
     "Qwen2.5-7B": QWEN25_7B,
     "Qwen3-8B": QWEN3_8B,
+    "Mixtral-8x7B": MIXTRAL_8X7B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "SmolLM2-135M": SMOLLM2_135M,
     "DeepSeek-V2": DEEPSEEK_V2,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
@@ -322,6 +366,8 @@ def test_llama_31_8b():
         ("Mistral-7B-v0.3", 128, {None}, 1e6, "default", 7.248),
         ("Qwen2.5-7B", 128, {None}, 1e6, "default", 7.616),
         ("Qwen3-8B", 128, {None}, 1e6, "default", 8.191),
+        ("Mixtral-8x7B", 128, {None}, 1e6, "default", 46.70),
+        ("Qwen3-30B-A3B", 128, {None}, 1e6, "default", 30.53),
         ("SmolLM2-135M", 64, {None}, 1e5, "default", 0.1345),
     ],
 )
@@ -334,7 +380,7 @@ def test_real_configs(name, head_dim, windows, theta, kind, billions):
         kind,
     )
     assert config.architecture == REAL[name]["model_type"]
-    assert config.qk_norm == (name == "Qwen3-8B")
+    assert config.qk_norm == name.startswith("Qwen3-")
     assert (config.qkv_bias, config.out_bias) == (name == "Qwen2.5-7B", False)
     parameters = sum(prod(source.shape) for source in tensor_sources(config))
     assert parameters / 1e9 == pytest.approx(billions, rel=1e-3)
@@ -433,6 +479,32 @@ def test_missing_fields_take_the_defaults_of_the_model_type():
     assert config_from_hf(named) == dataclasses.replace(config_from_hf(DEEPSEEK_V3), mtp_layers=0)
 
 
+def test_experts_of_mixtral():
+    mixtral = MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=14_336, layers=(True,) * 32)
+    assert config_from_hf(MIXTRAL_8X7B).moe == mixtral
+    assert config_from_hf({"model_type": "mixtral"}).moe == mixtral
+
+
+def test_experts_of_qwen3_moe():
+    moe = MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, layers=(True,) * 48)
+    assert config_from_hf(QWEN3_30B_A3B).moe == moe
+    new = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_30B_A3B.items()}
+    assert config_from_hf(new).moe == moe
+    assert config_from_hf({"model_type": "qwen3_moe"}).moe == dataclasses.replace(
+        moe, layers=(True,) * 24, normalize=False
+    )
+    sparse = config_from_hf({**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert sparse.moe.layers == (False, True, False, False, False, True)
+    assert config_from_hf({**QWEN3_30B_A3B, "num_experts": 0}).moe is None
+    windowed = config_from_hf({**QWEN3_30B_A3B, "use_sliding_window": True, "sliding_window": 8})
+    assert windowed.windows == (8,) * 48  # of all layers, as in transformers, whatever max_window_layers says
+
+
+def test_fp8_blocks_change_nothing_else():
+    for quantization in (FP8, FP8 | {"modules_to_not_convert": ["lm_head"]}):
+        assert config_from_hf({**QWEN3_8B, "quantization_config": quantization}) == config_from_hf(QWEN3_8B)
+
+
 def test_attention_bias_of_llama_is_on_the_output_too():
     config = config_from_hf(MODELS["llama_mqa_biases"])
     assert (config.qkv_bias, config.out_bias, config.mlp_bias) == (True, True, True)
@@ -457,7 +529,11 @@ def test_windows_of_qwen():
         (LLAMA_2_7B, {"model_type": None}, "model_type"),
         (LLAMA_2_7B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA_2_7B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (LLAMA_2_7B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
+        (LLAMA_2_7B, {"quantization_config": {}}, "quantization_config without activation_scheme"),
+        (LLAMA_2_7B, {"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "weight_block_size=.64, 64."),
+        (LLAMA_2_7B, {"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme='static'"),
+        (LLAMA_2_7B, {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "scale_fmt='ue8m0'"),
         (LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA_2_7B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (LLAMA_2_7B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),

@@ -50,12 +50,13 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-GATE_UP, DOWN = random(EXPERTS, 2, WIDTH, EMBED) / 4, random(EXPERTS, EMBED, WIDTH, seed=1) / 4
+GATE_UP, DOWN = random(2, EXPERTS, 2, WIDTH, EMBED) / 4, random(2, EXPERTS, EMBED, WIDTH, seed=1) / 4
+LAYER = 1
 
 
 def expert(x, e):
-    gate, up = x @ GATE_UP[e, 0].T, x @ GATE_UP[e, 1].T
-    return (gate / (1 + np.exp(-gate)) * up) @ DOWN[e].T
+    gate, up = x @ GATE_UP[LAYER, e, 0].T, x @ GATE_UP[LAYER, e, 1].T
+    return (gate / (1 + np.exp(-gate)) * up) @ DOWN[LAYER, e].T
 
 
 @pytest.mark.parametrize("grouped", [grouped_in_blocks, grouped_ragged])
@@ -65,7 +66,7 @@ def expert(x, e):
 def test_each_group_has_its_expert(grouped, sizes):
     rows = random(sum(sizes), EMBED)
     expected = np.concatenate([expert(part, e) for e, part in enumerate(np.split(rows, np.cumsum(sizes)[:-1]))])
-    found = jax.jit(grouped)(rows, jnp.array(sizes, jnp.int32), GATE_UP, DOWN)
+    found = jax.jit(grouped)(rows, jnp.array(sizes, jnp.int32), LAYER, GATE_UP, DOWN)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -77,7 +78,7 @@ def test_experts_are_weighed_and_summed():
         sum(w * expert(row, e) for e, w in zip(*pair, strict=True))
         for row, *pair in zip(x, experts, weights, strict=True)
     ]
-    found = jax.jit(apply_experts)(x, experts, weights, GATE_UP, DOWN)
+    found = jax.jit(apply_experts)(x, experts, weights, LAYER, GATE_UP, DOWN)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -104,6 +105,6 @@ def test_no_copy_of_all_experts_is_made(dtype, tokens):
     experts, chosen = 32, 2
     x = jax.ShapeDtypeStruct((tokens, 64), dtype)
     pairs = jax.ShapeDtypeStruct((tokens, chosen), jnp.int32), jax.ShapeDtypeStruct((tokens, chosen), jnp.float32)
-    kernels = jax.ShapeDtypeStruct((experts, 2, 256, 64), dtype), jax.ShapeDtypeStruct((experts, 64, 256), dtype)
-    memory = jax.jit(apply_experts).lower(x, *pairs, *kernels).compile().memory_analysis()
+    kernels = jax.ShapeDtypeStruct((1, experts, 2, 256, 64), dtype), jax.ShapeDtypeStruct((1, experts, 64, 256), dtype)
+    memory = jax.jit(apply_experts).lower(x, *pairs, 0, *kernels).compile().memory_analysis()
     assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 4

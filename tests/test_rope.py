@@ -1,5 +1,6 @@
 """RoPE tables against those transformers computes (tests/golden/make_tiny_logits.py)."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from golden.tiny_models import ROPE_POSITIONS, ROPES
 
 from paxserve.models.config import RopeConfig
 from paxserve.models.config_hf import config_from_hf
-from paxserve.models.rope import apply_rope, rope_table
+from paxserve.models.rope import apply_rope, rope_table, softmax_factor
 
 TABLES = np.load(Path(__file__).parent / "golden" / "rope_tables.npz")
 
@@ -59,6 +60,23 @@ def test_rotation_keeps_norms_and_dtype():
     np.testing.assert_array_equal(y[0], x[0])
     norms = [jnp.linalg.norm(z.astype(jnp.float32), axis=-1) for z in (x, y)]
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-2)
+
+
+def test_interleaved_pairs_are_rotated_as_halves_are():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16)), jnp.float32)
+    table = rope_table(RopeConfig(), 16, jnp.array([0, 1, 900], jnp.int32))
+    turned = np.asarray(apply_rope(x, table, interleaved=True))
+    angles = np.array([0, 1, 900])[:, None] * 10_000.0 ** (-np.arange(8) / 8)
+    expected = np.asarray(x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(turned[..., :8] + 1j * turned[..., 8:], expected, atol=1e-4)
+
+
+def test_softmax_factor_of_deepseek():
+    """mscale_all_dim counts twice, once for q and once for k; V2's released value is 0.1 * 0.707 * ln 40 + 1."""
+    yarn = RopeConfig(kind="yarn", factor=40.0, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707)
+    assert softmax_factor(yarn) == pytest.approx(1.2608**2, rel=1e-4)
+    assert softmax_factor(dataclasses.replace(yarn, mscale_all_dim=None)) == 1.0
+    assert softmax_factor(RopeConfig()) == 1.0
 
 
 def test_unknown_kind_is_refused():

@@ -9,24 +9,30 @@ import ml_dtypes  # noqa: F401  registers numpy's bfloat16, in which safetensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from paxserve.checkpoints.fp8 import SCALE_SUFFIX, dequantize, scales_index, scales_shape
 from paxserve.checkpoints.reader import CheckpointError, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FP8 = "F8_E4M3"
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 
 
 class SafetensorsReader:
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
 
-    Raises CheckpointError if a file is missing, damaged or truncated, or holds a type other than float32, float16 and
-    bfloat16.
+    FP8 weights are dequantised as they are read; their scales are not among the tensors.
+
+    Raises CheckpointError if a file is missing, damaged or truncated, or holds a type other than float32, float16,
+    bfloat16 and float8_e4m3fn with scales.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
         self.tensors: dict[str, TensorInfo] = {}
         self._open: dict[Path, Any] = {}
+        self._offsets: dict[str, int] = {}
+        self._scales: dict[str, TensorInfo] = {}  # by the name of the weight
         weight_map = self._weight_map()
         for file in sorted({SINGLE_FILE} if weight_map is None else set(weight_map.values())):
             self._add_shard(self.path / file)
@@ -35,10 +41,32 @@ class SafetensorsReader:
                 raise CheckpointError(
                     f"{self.path / file} does not hold tensor {name}, which {INDEX_FILE} promises there"
                 )
+        for name in [name for name, info in self.tensors.items() if info.dtype == FP8]:
+            self._scales[name] = self._take_scales(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """`tensor[index]` in its stored type; only that part of the file is read."""
-        return self._open[self.tensors[name].file].get_slice(name)[index]
+        """`tensor[index]` in its stored type, or in float32 if that is FP8; only that part of the file is read."""
+        info = self.tensors[name]
+        if info.dtype != FP8:
+            return self._open[info.file].get_slice(name)[index]
+        # The safetensors package does not give FP8 as NumPy arrays.
+        stored = np.memmap(info.file, np.uint8, "r", self._offsets[name], info.shape)[index]
+        scales = self._open[self._scales[name].file].get_slice(name + SCALE_SUFFIX)
+        return dequantize(stored, scales[scales_index(index)], index)
+
+    def _take_scales(self, name: str) -> TensorInfo:
+        """Takes an FP8 weight's scales out of the tensors."""
+        info, scales = self.tensors[name], self.tensors.pop(name + SCALE_SUFFIX, None)
+        if scales is None:
+            raise CheckpointError(
+                f"tensor {name} in {info.file} has type {FP8} but no scales; {name}{SCALE_SUFFIX} should hold them"
+            )
+        if len(info.shape) < 2 or scales.shape != scales_shape(info.shape) or scales.dtype == FP8:
+            raise CheckpointError(
+                f"tensor {name}{SCALE_SUFFIX} in {scales.file}, {scales.dtype} of shape {list(scales.shape)}, does not hold "
+                f"scales for blocks of 128 x 128 of {name} with shape {list(info.shape)}"
+            )
+        return scales
 
     def _weight_map(self) -> dict[str, str] | None:
         """Tensor name -> shard file name; None if there is no index."""
@@ -55,19 +83,23 @@ class SafetensorsReader:
         return weight_map
 
     def _add_shard(self, file: Path) -> None:
-        header = _read_header(file)
+        header, data_start = _read_header(file)
         for name, entry in header.items():
             if name in self.tensors:
                 raise CheckpointError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
             self.tensors[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], file)
+            self._offsets[name] = data_start + entry["data_offsets"][0]
         try:
             self._open[file] = safe_open(file, framework="numpy")
         except SafetensorError as error:
             raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """The header's entry of every tensor, checked against the file's size so that truncation is told by tensor."""
+def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """(the header's entry of every tensor, where in the file the data start).
+
+    The entries are checked against the file's size so that truncation is told by tensor.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -91,4 +123,4 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged safetensors header: {error!r}") from error
-    return header
+    return header, 8 + header_bytes
