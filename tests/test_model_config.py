@@ -369,6 +369,9 @@ def test_llama_31_8b():
         ("Mixtral-8x7B", 128, {None}, 1e6, "default", 46.70),
         ("Qwen3-30B-A3B", 128, {None}, 1e6, "default", 30.53),
         ("SmolLM2-135M", 64, {None}, 1e5, "default", 0.1345),
+        ("DeepSeek-V2-Lite", 192, {None}, 1e4, "yarn", 15.7),
+        ("DeepSeek-V2", 192, {None}, 1e4, "yarn", 235.7),
+        ("DeepSeek-V3", 192, {None}, 1e4, "yarn", 671.0),
     ],
 )
 def test_real_configs(name, head_dim, windows, theta, kind, billions):
@@ -382,7 +385,8 @@ def test_real_configs(name, head_dim, windows, theta, kind, billions):
     assert config.architecture == REAL[name]["model_type"]
     assert config.qk_norm == name.startswith("Qwen3-")
     assert (config.qkv_bias, config.out_bias) == (name == "Qwen2.5-7B", False)
-    parameters = sum(prod(source.shape) for source in tensor_sources(config))
+    shapes = {source.name: source.shape for source in tensor_sources(config)}
+    parameters = sum(map(prod, shapes.values()))
     assert parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+from test_model_config import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from tiny_checkpoints import hf_config
 
 from paxserve.config import EngineConfig
@@ -53,3 +54,9 @@ def test_memory_fraction_is_refused_on_cpu():
     config = EngineConfig(model="any", memory_fraction=0.5)
     with pytest.raises(ValueError, match=r"memory_fraction=0\.5: on CPU"):
         size_limits(config, MODEL, "float32", Device("cpu", 0), lambda limits: 0)
+
+
+@pytest.mark.parametrize(("config", "token_bytes"), [(DEEPSEEK_V2_LITE, 31_104), (DEEPSEEK_V3, 70_272)])
+def test_latent_attention_caches_one_row_a_token(config, token_bytes):
+    """576 bfloat16 values per token and layer, of DeepSeek-V2-Lite's 27 layers and V3's 61."""
+    assert bytes_per_page(config_from_hf(config), 16, "bfloat16") == 16 * token_bytes
