@@ -8,11 +8,9 @@ from paxserve.pallas_kernels.api import (
 )
 from paxserve.pallas_kernels.layout import (
     copy_pages,
-    gqa_bytes_per_page,
     gqa_pages_shape,
     init_gqa_pages,
     load,
-    mla_bytes_per_page,
     mla_pages_shape,
     stacks_kv,
     storage_dtype,
@@ -24,11 +22,9 @@ __all__ = [
     "IMPLEMENTATIONS",
     "choose_implementation",
     "copy_pages",
-    "gqa_bytes_per_page",
     "gqa_pages_shape",
     "init_gqa_pages",
     "load",
-    "mla_bytes_per_page",
     "mla_paged_attention",
     "mla_pages_shape",
     "paged_attention",

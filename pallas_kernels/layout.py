@@ -17,8 +17,6 @@ to float32, which converts the WHOLE array around each of them (75 ms instead of
 a 190 MB cache); on integers they happen in place. `storage_dtype` is the array's dtype, `load` gives values back.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
@@ -84,18 +82,6 @@ def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> j
 def load(stored: Num[Array, "..."]) -> Num[Array, "..."]:
     """The values of what was gathered from a pages array, in the dtype the pages were made for."""
     return jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
-
-
-def gqa_bytes_per_page(
-    num_layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike
-) -> int:
-    """Bytes that one page of every layer takes together, which is what one more page in the pool costs."""
-    return math.prod(gqa_pages_shape(num_layers, 1, kv_heads, page_size, head_dim)) * jnp.dtype(dtype).itemsize
-
-
-def mla_bytes_per_page(num_layers: int, page_size: int, cached_dim: int, dtype: jax.typing.DTypeLike) -> int:
-    """`gqa_bytes_per_page` of an MLA model."""
-    return math.prod(mla_pages_shape(num_layers, 1, page_size, cached_dim)) * jnp.dtype(dtype).itemsize
 
 
 def init_gqa_pages(

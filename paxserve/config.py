@@ -10,9 +10,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class EngineConfig:
     """Options of `LLM` and of the command line. None means chosen at start; `paxserve info` shows what was chosen.
 
-    model: name of a packaged model, a .gguf file or a directory.
+    model: name of a packaged model or of a built-in configuration, a .gguf file or a directory.
     dtype: of weights, activations and KV: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-    load_format: "auto" reads the checkpoint, "dummy" draws random weights (a config.json is enough).
+    load_format: "auto" reads the checkpoint, "dummy" draws random weights (a configuration is enough).
     max_model_len: longest sequence, prompt and answer, in tokens; by default the model's, or what the KV pool holds if less.
     page_size: tokens per KV page.
     num_pages: pages of the KV pool, the null page included.

@@ -17,9 +17,11 @@ from paxserve.checkpoints.load import load_params
 from paxserve.checkpoints.orbax import CONFIG_FILE, PARAMS_DIR, load_orbax, orbax_config
 from paxserve.checkpoints.reader import CheckpointError
 from paxserve.checkpoints.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from paxserve.models.builtin import builtin_config, builtin_file, builtin_names
 from paxserve.models.config import ModelConfig
 from paxserve.models.config_gguf import config_from_gguf
 from paxserve.models.config_hf import config_from_hf
+from paxserve.models.kv_shape import KVShape, kv_shape, kv_shape_from_hf
 from paxserve.models.params import random_params
 from paxserve.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -67,7 +69,7 @@ class ModelSource:
         if self.format == "safetensors":
             return load_params(SafetensorsReader(self.path), self.config, declared, mesh)
         raise CheckpointError(
-            f"{self.path} has a config.json but no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there "
+            f"{self.path} is a configuration without weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there "
             "(pickled .bin files are never read); ask for random weights if you want none"
         )
 
@@ -77,10 +79,12 @@ class ModelSource:
 
 
 def resolve_model(name_or_path: str | Path) -> ModelSource:
-    """Finds a model by the name of a packaged one ("smollm2"), as a .gguf file or as a directory.
+    """Finds a model by the name of a packaged one ("smollm2") or of a built-in configuration, as a .gguf file or as a
+    directory.
 
     A directory holds either what `convert` wrote, or a Hugging Face config.json with safetensors beside it; config.json
-    alone is enough for random weights. A packaged name goes before a directory of the same name; write ./NAME for that.
+    alone is enough for random weights, and so is a built-in configuration. A name goes before a directory of the same
+    name; write ./NAME for that.
 
     Raises CheckpointError if there is no such model or its files are damaged, NotImplementedError if its architecture
     is not supported.
@@ -88,6 +92,8 @@ def resolve_model(name_or_path: str | Path) -> ModelSource:
     name = str(name_or_path)
     if name in PACKAGED:
         return _gguf_source(name, _packaged_file(name))
+    if name in builtin_names():
+        return ModelSource(name, builtin_file(name), "config", config_from_hf(builtin_config(name)))
     path = Path(name_or_path)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path)
@@ -105,9 +111,28 @@ def resolve_model(name_or_path: str | Path) -> ModelSource:
     if path.exists():
         raise CheckpointError(f"{path} is not a model: of single files, only .gguf files are read")
     raise CheckpointError(
-        f"no model {name!r}: it is not a packaged model ({', '.join(PACKAGED)}) and there is no such .gguf file or "
-        "directory; models are not downloaded by name, give the path of a local copy"
+        f"no model {name!r}: it is neither a packaged model ({', '.join(PACKAGED)}) nor a built-in configuration "
+        f"({', '.join(builtin_names())}), and there is no such .gguf file or directory; models are not downloaded by "
+        "name, give the path of a local copy"
     )
+
+
+def resolve_kv_shape(name_or_path: str | Path) -> tuple[str, KVShape]:
+    """(name, what it caches) of any model that `resolve_model` finds, of a config.json by its own path, and of models
+    that cannot be served but whose cache is known (OPT).
+
+    Raises what `resolve_model` raises.
+    """
+    name = str(name_or_path)
+    if name in builtin_names():
+        return name, kv_shape_from_hf(builtin_config(name))
+    path = Path(name_or_path)
+    file = path / "config.json" if path.is_dir() else path
+    if name not in PACKAGED and file.suffix == ".json" and file.is_file():
+        name = file.resolve().parent.name if file.name == "config.json" else file.stem
+        return name, kv_shape_from_hf(_read_json(file))
+    source = resolve_model(name_or_path)
+    return source.name, kv_shape(source.config)
 
 
 def gguf_tokenizer_metadata(reader: GgufReader) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Everything that is compiled, from shapes alone: no weights and no device memory are needed."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paxserve.buckets import Bucket, make_buckets
 from paxserve.config import Limits
 from paxserve.models.config import ModelConfig
+from paxserve.models.kv_shape import kv_shape
 from paxserve.models.params import sharded_shapes
 from paxserve.models.registry import model_class
 from paxserve.pack import pack, pack_sampling
@@ -61,6 +63,8 @@ class ProgramBuilder:
     def state_shapes(self, limits: Limits) -> DeviceState:
         platform = self.mesh.devices.flat[0].platform
         pages = model_class(self.model).pages_shape(self.model, limits.num_pages, limits.page_size, platform)
+        values = limits.num_pages * limits.page_size * kv_shape(self.model).values_per_token
+        assert math.prod(pages) == values, f"pages {pages} do not hold the {values} values that the pool was sized for"
         history = (limits.max_num_seqs + 1, limits.max_model_len)
         shapes: Any = self._shape(pages, storage_dtype(self.dtype, platform)), self._shape(history, jnp.int32)
         return DeviceState(*shapes)

@@ -89,6 +89,11 @@ class Runner:
         return sum(leaf.nbytes for leaf in self._params)
 
     @property
+    def kv_bytes(self) -> int:
+        """Of the KV pages of all layers, as they were allocated."""
+        return self.state.kv_pages.nbytes
+
+    @property
     def compiles_after_warmup(self) -> int:
         return self._watch.count
 

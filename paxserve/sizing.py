@@ -1,15 +1,13 @@
 """How large the KV pool is, and with it everything else on the device."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from paxserve.config import EngineConfig, Limits
 from paxserve.models.config import ModelConfig
-from paxserve.models.registry import model_class
+from paxserve.models.kv_shape import kv_shape
 
 CPU_KV_CACHE_BYTES = 2**30
 """Size of the KV pool on CPU unless the options say otherwise."""
@@ -21,10 +19,7 @@ MEMORY_FRACTION = 0.9
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: str) -> int:
     """KV bytes of one page over all layers."""
-    return (
-        math.prod(model_class(model).pages_shape(model, 1, page_size, jax.default_backend()))
-        * jnp.dtype(dtype).itemsize
-    )
+    return kv_shape(model).page_bytes(page_size, dtype)
 
 
 def size_limits(

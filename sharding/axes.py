@@ -1,5 +1,6 @@
 """Logical axis names and the mesh axes they are split over."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -24,6 +25,12 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "latent": None,
     "layers": None,
 }
+
+
+def factor_tensor_parallel(degree: int, kv_heads: int) -> tuple[int, int]:
+    """(kv_head, kv_page) of a tensor-parallel degree: heads are split as far as they go, what remains splits pages."""
+    kv_head = math.gcd(degree, kv_heads)
+    return kv_head, degree // kv_head
 
 
 def make_mesh(

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from engine_models import write_reciting
+from golden.tiny_models import MODELS
 
 from paxserve import LLM, SamplingParams
 from paxserve.cli import COMMANDS, generate, main
@@ -188,6 +189,54 @@ def test_info_for_a_person(run):
     assert "decode 2" in out
 
 
+def test_footprint_of_several_models(model, capsys):
+    names = ["llama-2-7b", "opt-13b", "smollm2", str(model)]
+    assert (
+        main(["footprint", *names, "--context", "1000", "--batch", "3", "--mesh", "data=3", "--kv-dtype", "int8"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "KV cache of 3 x 1,000 tokens, 32 pages of 32 each, on 3 chips"
+    (llama,) = (line.split() for line in lines if "llama-2-7b" in line)
+    assert llama[1:4] == ["int8", "262,144", "262,144"]
+    assert [" ".join(pair) for pair in zip(llama[4:12:2], llama[5:12:2], strict=True)] == [
+        "250 MiB",
+        "256 MiB",
+        "768 MiB",
+        "256 B",
+    ]
+    assert [line.split()[0] for line in lines if " int8 " in line] == ["llama-2-7b", "opt-13b", "smollm2", model.name]
+
+
+def test_footprint_shows_windows_and_what_latents_spare(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2_some_windows"]))
+    assert main(["footprint", "deepseek-v3", str(tmp_path / "config.json"), "--context", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "K, V of" in out
+    assert "within" in out
+    latent, windowed = (line.split() for line in out.splitlines() if "bfloat16" in line or "float32" in line)
+    assert latent[3:5] == ["70,272", "4,997,120"]
+    # Of 32 tokens, one of the two layers sees 8.
+    assert windowed[4:] == ["64", "KiB", "40", "KiB", "64", "KiB"]
+
+
+def test_footprint_json_and_plot(capsys, tmp_path):
+    plot = tmp_path / "plot.png"
+    argv = ["footprint", "llama-3.1-70b", "mistral-7b-v0.3", "--context", "131072", "--mesh", "16", "--json"]
+    assert main([*argv, "--plot", str(plot)]) == 0
+    llama, mistral = json.loads(capsys.readouterr().out)
+    assert llama["sequence_bytes"] == llama["batch_bytes"] == 40 * 2**30
+    assert llama["mesh"] == {"data": 1, "kv_head": 8, "kv_page": 2}
+    assert llama["bytes_per_chip"] == 40 * 2**30 // 16
+    assert mistral["model"] == "mistral-7b-v0.3"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_footprint_plot_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["footprint", "opt-13b", "--context", "64", "--plot", "plot.png"]) == 2
+    assert capsys.readouterr().err == 'paxserve: error: --plot needs matplotlib: pip install "paxserve[notebook]"\n'
+
+
 def test_convert(model, engine_flags, tmp_path, capsys):
     assert main(["convert", str(model), str(tmp_path / "converted"), "--dtype", "bfloat16"]) == 0
     flags = [str(tmp_path / "converted") if flag == str(model) else flag for flag in engine_flags]
@@ -206,6 +255,10 @@ def test_convert(model, engine_flags, tmp_path, capsys):
         (["info", "--model", "MODEL", "--attention", "magic"], "attention='magic'"),
         (["info", "--model", "MODEL", "--max-model-len", "4096"], "the model's context ends at 128"),
         (["convert", "MODEL", "MODEL"], "exists already"),
+        (["footprint", "llama-9", "--context", "1"], "no model 'llama-9'"),
+        (["footprint", "opt-13b", "--context", "0"], "context=0"),
+        (["footprint", "opt-13b", "--context", "1", "--mesh", "two"], "mesh 'two'"),
+        (["footprint", "opt-13b", "--context", "1", "--plot", "plot.doc"], "--plot plot.doc: must end in .png"),
     ],
 )
 def test_a_users_mistake_is_one_line(argv, message, model, capsys):

@@ -69,13 +69,14 @@ def test_weights_may_be_random(tmp_path):
     assert (one != other).any()
 
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"config\.json but no weights.*never read.*random weights"):
+    with pytest.raises(CheckpointError, match=r"a configuration without weights.*never read.*random weights"):
         source.load(model, make_mesh())
 
 
 def test_what_is_no_model(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"no model 'org/name': it is not a packaged model \(smollm2\).*not downloaded"
+        CheckpointError,
+        match=r"no model 'org/name': it is neither a packaged model \(smollm2\).*llama-3.1-8b.*not downloaded",
     ):
         resolve_model("org/name")
     with pytest.raises(CheckpointError, match=r"no model '.*none\.gguf'"):
