@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from dense_deepseek import DenseDeepSeek
 
 from paxserve import LLM, SamplingParams
 
@@ -237,7 +238,10 @@ def test_pool_of_so_many_pages_or_bytes(random_model, small_engine):
     llm = LLM(random_model[0], **small_engine, num_pages=9)
     assert llm.engine.limits.num_pages == 9
     assert llm.engine.limits.max_model_len == 64  # what the pool holds, where the model could do 128
-    bytes_per_page = 2 * 2 * 8 * 2 * 64 * 4  # layers, kv heads, page size, K and V, head_dim, float32
+    per_token = (
+        24 + 16 if isinstance(random_model[1], DenseDeepSeek) else 2 * 2 * 64
+    )  # latent and key, or K and V of 2 heads
+    bytes_per_page = 2 * 8 * per_token * 4  # layers, page size, float32
     assert llm.engine.runner.state.kv_pages.nbytes == 9 * bytes_per_page
     llm = LLM(random_model[0], **small_engine, kv_cache_bytes=9 * bytes_per_page + 5)
     assert llm.engine.limits.num_pages == 9
