@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-VECTOR = 16  # float32 in a vector: a register of AVX-512, several where registers are smaller
-ROWS = 32  # float32 in a row of the innermost product
-MANY, FEW = 8, 3  # rows that it computes at a time, keeping ROWS / VECTOR sums of each in registers
+# VECTOR: float32 in a vector. ROWS: float32 in a row of the innermost product. MANY, FEW: rows that it computes at a time,
+# keeping ROWS / VECTOR sums of each in registers: 32 of AVX-512, or else 16.
+VECTOR, ROWS, MANY = (16, 32, 8) if get_host_cpu_features().get("avx512f") else (8, 16, 6)
+FEW = 3
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """How floating-point arithmetic may be rearranged; infinities and NaN keep their meaning."""
