@@ -8,10 +8,12 @@ parts of one tensor. With scanned layers the same sources apply: `layers.3.attn.
 in the leading axis of that parameter of its run.
 """
 
+import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paxserve.models.config import MLAConfig, ModelConfig, MoEConfig
+from paxserve.models.fp8 import SCALE_SUFFIX
 
 Shape = tuple[int, ...]
 
@@ -34,6 +36,37 @@ class TensorSource:
     path: str
     index: tuple[slice, ...]
     part: tuple[slice, ...] = ()
+
+    @property
+    def split(self) -> list[range]:
+        """For each axis of the tensor, the axes of the view that it is split into."""
+        ranges, axis = [], 0
+        for size in self.shape[:-1]:
+            first = axis
+            while axis == first or math.prod(self.view[first:axis]) < size:
+                axis += 1
+            ranges.append(range(first, axis))
+        return [*ranges, range(axis, len(self.view))]
+
+    def of_scales(self, shape: Shape) -> "TensorSource":
+        """The source of a kernel's scales: the same, of blocks instead of values.
+
+        shape: the parameter's, of which each axis that is cut into blocks is filled by this source alone.
+        """
+        part = self.part or (slice(None),) * len(self.view)
+        blocks = [
+            len(range(*part[axis].indices(self.view[axis]))) // shape[axis] if taken == slice(None) else 1
+            for axis, taken in enumerate(self.index)
+        ]
+        sizes = zip(self.shape, self.split, strict=True)
+        cuts = zip(part, blocks, strict=True)
+        return replace(
+            self,
+            shape=tuple(size // math.prod(blocks[axis] for axis in axes) for size, axes in sizes),
+            view=tuple(size // block for size, block in zip(self.view, blocks, strict=True)),
+            path=self.path + SCALE_SUFFIX,
+            part=tuple(c if c == slice(None) else slice(c.start // block, c.stop // block) for c, block in cuts),
+        )
 
     @property
     def first(self) -> tuple[int, ...]:
