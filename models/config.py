@@ -100,7 +100,8 @@ class ModelConfig:
     MHA is `num_kv_heads == num_heads`, MQA is `num_kv_heads == 1`. `windows[l]` is layer l's sliding window in tokens
     (a query sees itself and the window - 1 tokens before it), None for full attention. With `mla`, `num_kv_heads` is
     `num_heads` and `head_dim` a query head's whole width, RoPE part included. `mtp_layers` layers for multi-token
-    prediction (arXiv:2412.19437, section 2.2) follow the `num_layers` in a checkpoint; they are not run.
+    prediction (arXiv:2412.19437, section 2.2) follow the `num_layers` in a checkpoint; they are not run. `quantization`
+    says how the checkpoint stores the layers' kernels, if not as numbers: "fp8", with scales for blocks (models/fp8.py).
     """
 
     architecture: str
@@ -126,6 +127,7 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     mtp_layers: int = 0
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

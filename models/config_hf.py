@@ -9,7 +9,7 @@ from typing import Any
 
 from paxserve.models import config_deepseek, config_moe
 from paxserve.models.config import ModelConfig, MoEConfig, RopeConfig
-from paxserve.models.config_quantization import check_quantization
+from paxserve.models.config_quantization import read_quantization
 
 _SHARED_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -137,9 +137,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         if fields[field] != value:
             raise NotImplementedError(f"{field}={fields[field]!r} is not supported for {model_type}, only {value}")
 
-    if fields.get("quantization_config") is not None:
-        check_quantization(fields["quantization_config"])
-
     num_heads = fields["num_attention_heads"]
     is_deepseek = model_type in ("deepseek_v2", "deepseek_v3")
     mla = config_deepseek.mla_config(fields) if is_deepseek else None
@@ -169,6 +166,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         mla=mla,
         moe=_moe(model_type, fields),
         mtp_layers=(fields["num_nextn_predict_layers"] or 0) if is_deepseek else 0,
+        quantization=read_quantization(fields.get("quantization_config")),
     )
 
 

@@ -67,21 +67,24 @@ class Decoder(nnx.Module):
     scan_layers: stack the parameters of each run of layers alike and go over them with one `lax.scan`, so that compile
     time does not grow with depth (TPU); otherwise layers are unrolled, which spares the copy of every layer's weights that
     XLA makes in a scan on CPU and GPU. Both run the same layer function on the same pages array and give the same numbers.
+
+    quantization: "fp8" for layers with kernels in FP8; embedding and output projection are in `dtype` all the same.
     """
 
     attention: ClassVar[type[nnx.Module]]
 
-    def __init__(self, config: ModelConfig, *, dtype: Any, scan_layers: bool) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: Any, scan_layers: bool, quantization: str | None = None) -> None:
         declare = Declare(dtype)
         self.config, self.scan_layers = config, scan_layers
         self.embed = Embedding(declare, config.vocab_size, config.hidden_size)
         if scan_layers:
             layers = [
-                DecoderLayer(Declare(dtype, stack=run), config, run.start, self.attention)
+                DecoderLayer(Declare(dtype, run, quantization), config, run.start, self.attention)
                 for run in config.alike_layers()
             ]
         else:
-            layers = [DecoderLayer(declare, config, index, self.attention) for index in range(config.num_layers)]
+            quantized = Declare(dtype, quantization=quantization)
+            layers = [DecoderLayer(quantized, config, index, self.attention) for index in range(config.num_layers)]
         self.layers = nnx.List(layers)
         self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
         if not config.tie_word_embeddings:

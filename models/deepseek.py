@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 from paxserve.models.batch import AttentionBatch
 from paxserve.models.config import ModelConfig
 from paxserve.models.decoder import Decoder, KVPages
+from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.layers import Linear, RMSNorm
-from paxserve.models.params import Declare, Normal
+from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
 from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, write_latent_pages
 
@@ -44,8 +45,9 @@ class LatentAttention(nnx.Module):
             self.q = Linear(declare, (heads, config.head_dim), (q_rank,), head_axes, ("latent",))
         self.kv_a = Linear(declare, (mla.cached_dim,), (embed,), ("latent",), ("embed",), use_bias=bias)
         self.kv_a_norm = RMSNorm(declare, rank, "latent", LATENT_NORM_EPSILON)
-        self.k_b = declare((heads, mla.qk_nope_head_dim, rank), (*head_axes, "latent"), Normal(rank))
-        self.v_b = declare((heads, mla.v_head_dim, rank), (*head_axes, "latent"), Normal(rank))
+        k_dim, v_dim = mla.qk_nope_head_dim, mla.v_head_dim
+        self.k_b, self.k_b_scale = declare.kernel((heads, k_dim), (rank,), head_axes, ("latent",), beside=v_dim)
+        self.v_b, self.v_b_scale = declare.kernel((heads, v_dim), (rank,), head_axes, ("latent",), beside=k_dim)
         self.out = Linear(declare, (embed,), (heads, mla.v_head_dim), ("embed",), head_axes, use_bias=config.out_bias)
 
     def __call__(
@@ -65,7 +67,9 @@ class LatentAttention(nnx.Module):
             q_a = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
             q = self.q(q_a)  # [tokens, heads, qk_nope_head_dim + qk_rope_head_dim]
             q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
-            q_latent = _per_head("htn,hnr->htr", q_nope, self.k_b[...])  # [tokens, heads, kv_lora_rank]
+            q_latent = _per_head(
+                "htn,hnr->htr", q_nope, kernel_value(self.k_b, self.k_b_scale)
+            )  # [tokens, heads, kv_lora_rank]
 
         with jax.named_scope("kv"):
             latent, k_rope = jnp.split(self.kv_a(x), [self.mla.kv_lora_rank], axis=-1)
@@ -93,7 +97,8 @@ class LatentAttention(nnx.Module):
             )  # [tokens, heads, kv_lora_rank]
 
         with jax.named_scope("out"):
-            return self.out(_per_head("htr,hvr->htv", attended, self.v_b[...])), kv_pages
+            v_b = kernel_value(self.v_b, self.v_b_scale)
+            return self.out(_per_head("htr,hvr->htv", attended, v_b)), kv_pages
 
 
 class DeepSeek(Decoder):
@@ -108,9 +113,11 @@ class DeepSeek(Decoder):
 
 
 def _per_head(
-    spec: str, x: Float[Array, "tokens heads inputs"], kernel: Float[Array, "heads *kernel"]
+    spec: str, x: Float[Array, "tokens heads inputs"], kernel: Kernel
 ) -> Float[Array, "tokens heads outputs"]:
-    """Each head's vectors times that head's matrix, summed in float32. `spec` has x's heads first."""
+    """Each head's vectors times that head's matrix [heads, ...], summed in float32. `spec` has x's heads first."""
+    if isinstance(kernel, BlockScaled):
+        kernel = kernel.dequantized(x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # Turned by hand: XLA:CPU refuses a bfloat16 product in which the head is not the first axis on both sides.
     y = jnp.einsum(spec, x.swapaxes(0, 1), kernel, precision=precision, preferred_element_type=jnp.float32)

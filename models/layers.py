@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.params import Declare, Normal, ones, zeros
 
 Axes = tuple[str | None, ...]
@@ -15,17 +16,20 @@ Axes = tuple[str | None, ...]
 FEW_TOKENS = 64  # up to which repacking a kernel outweighs multiplying by it, on CPU
 
 
-def project(
-    x: Float[Array, "tokens *inputs"], kernel: Float[Array, "*outputs_and_inputs"]
-) -> Float[Array, "tokens *outputs"]:
-    """x and an out-major kernel contracted over all of x's axes but the first, accumulated and returned in float32.
+def project(x: Float[Array, "tokens *inputs"], kernel: Kernel) -> Float[Array, "tokens *outputs"]:
+    """x and an out-major kernel [*outputs, *inputs] contracted over x's axes but the first, accumulated and returned in
+    float32.
 
-    float32 operands are multiplied at full precision (TPUs would otherwise round them to bfloat16).
+    float32 operands are multiplied at full precision (TPUs would otherwise round them to bfloat16). A kernel in FP8 is
+    dequantised to x's dtype for the product.
 
     XLA:CPU transposes a kernel of more than two axes anew in every call, several times the cost of the product, so there
     the kernel is viewed as a matrix. Elsewhere its axes are left alone: merging a split axis into one that is not split
     (gate_up's "mlp") would gather the kernel on every device.
     """
+    if isinstance(kernel, BlockScaled):
+        outputs = kernel.shape[: len(kernel.shape) - x.ndim + 1]
+        return project(x, kernel.split(x.dtype)).reshape(-1, *outputs)
     return jax.lax.platform_dependent(x, kernel, cpu=_project_as_matrix, default=_contract)
 
 
@@ -52,7 +56,9 @@ def _contract(x: Array, kernel: Array) -> Array:
 
 
 class Linear(nnx.Module):
-    """kernel [*out, *in] and, if asked for, bias [*out]; maps [tokens, *in] to [tokens, *out] in x's dtype."""
+    """kernel [*out, *in], in FP8 with kernel_scale beside it, and, if asked for, bias [*out]; maps [tokens, *in] to
+    [tokens, *out] in x's dtype.
+    """
 
     def __init__(
         self,
@@ -64,11 +70,11 @@ class Linear(nnx.Module):
         *,
         use_bias: bool = False,
     ) -> None:
-        self.kernel = declare(out_shape + in_shape, out_axes + in_axes, Normal(math.prod(in_shape)))
+        self.kernel, self.kernel_scale = declare.kernel(out_shape, in_shape, out_axes, in_axes)
         self.bias = declare(out_shape, out_axes, zeros) if use_bias else None
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
-        y = project(x, self.kernel[...])
+        y = project(x, kernel_value(self.kernel, self.kernel_scale))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)

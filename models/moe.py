@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from paxserve.models.config import MoEConfig
+from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.layers import GatedMLP, project, swiglu
 from paxserve.models.params import Declare, Normal, zeros
 
@@ -37,8 +38,10 @@ class MoE(nnx.Module):
         in_float32 = dataclasses.replace(declare, dtype=jnp.float32)
         self.router = in_float32((experts, hidden_size), (None, "embed"), Normal(hidden_size))
         self.score_bias = in_float32((experts,), (None,), zeros) if moe.score_bias else None
-        self.gate_up = declare((experts, 2, width, hidden_size), ("expert", None, None, "embed"), Normal(hidden_size))
-        self.down = declare((experts, hidden_size, width), ("expert", "embed", None), Normal(width))
+        self.gate_up, self.gate_up_scale = declare.kernel(
+            (experts, 2, width), (hidden_size,), ("expert", None, None), ("embed",)
+        )
+        self.down, self.down_scale = declare.kernel((experts, hidden_size), (width,), ("expert", "embed"), (None,))
         shared = moe.shared_intermediate_size
         self.shared = GatedMLP(declare, hidden_size, shared, use_bias=shared_bias) if shared else None
 
@@ -50,7 +53,8 @@ class MoE(nnx.Module):
             logits = project(x.astype(jnp.float32), self.router[...])
             experts, weights = route(logits, bias, self.moe)
         with jax.named_scope("experts"):
-            gate_up, down, stack = self.gate_up[...], self.down[...], self.gate_up.layers
+            gate_up, down = kernel_value(self.gate_up, self.gate_up_scale), kernel_value(self.down, self.down_scale)
+            stack = self.gate_up.layers
             if stack is None:
                 y = apply_experts(x, experts, weights, 0, gate_up[None], down[None])
             else:
@@ -90,17 +94,23 @@ def apply_experts(
     experts: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     layer: Int[Array, ""] | int,
-    gate_up: Float[Array, "layers experts 2 mlp embed"],
-    down: Float[Array, "layers experts embed mlp"],
+    gate_up: Kernel,
+    down: Kernel,
 ) -> Float[Array, "tokens embed"]:
-    """The weighted sum of what each token's experts in `layer` make of it, in float32."""
+    """The weighted sum of what each token's experts in `layer` make of it, in float32.
+
+    gate_up [layers, experts, 2, mlp, embed], down [layers, experts, embed, mlp].
+    """
     chosen = experts.reshape(-1)  # [tokens * k]
     order = jnp.argsort(chosen)
     rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert
     sizes = jnp.bincount(chosen, length=gate_up.shape[1]).astype(jnp.int32)
-    y = jax.lax.platform_dependent(
-        rows, sizes, layer, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
-    )
+    if isinstance(gate_up, BlockScaled):  # a ragged dot would want all experts dequantised
+        y = grouped_in_blocks(rows, sizes, layer, gate_up, down)
+    else:
+        y = jax.lax.platform_dependent(
+            rows, sizes, layer, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
+        )
     y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
     return jnp.sum(y * weights[:, :, None], axis=1)
 
@@ -136,8 +146,8 @@ def grouped_in_blocks(
     rows: Float[Array, "rows embed"],
     sizes: Int[Array, "experts"],
     layer: Int[Array, ""] | int,
-    gate_up: Float[Array, "layers experts 2 mlp embed"],
-    down: Float[Array, "layers experts embed mlp"],
+    gate_up: Kernel,
+    down: Kernel,
 ) -> Float[Array, "rows embed"]:
     """As `grouped_ragged`, by a loop over blocks of rows that have one expert; experts without rows cost nothing.
 

@@ -4,6 +4,8 @@ A model is built of declarations alone: its parameters hold `jax.ShapeDtypeStruc
 or from their initializers, in place on a mesh.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from paxserve.models.fp8 import FLOAT8, SCALE_SUFFIX, block_size
 from paxserve.sharding import named_sharding
 
 Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
@@ -25,10 +28,13 @@ class Declare:
 
     With `stack=range(a, b)` every parameter gets a leading axis "layers" for the layers from a to b - 1, the form
     `jax.lax.scan` goes over; its `layers` is that range, and None without.
+
+    quantization: "fp8" for kernels in FP8 with scales (models/fp8.py), None for kernels in `dtype`.
     """
 
     dtype: Any
     stack: range | None = None
+    quantization: str | None = None
 
     def __call__(self, shape: Sequence[int], axes: Sequence[str | None], init: Initializer) -> nnx.Param:
         shape, axes = tuple(shape), tuple(axes)
@@ -37,6 +43,28 @@ class Declare:
         if self.stack is not None:
             shape, axes = (len(self.stack), *shape), ("layers", *axes)
         return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype), axes=axes, init=init, layers=self.stack)
+
+    def kernel(
+        self,
+        out_shape: Sequence[int],
+        in_shape: Sequence[int],
+        out_axes: Sequence[str | None],
+        in_axes: Sequence[str | None],
+        *,
+        beside: int = 0,
+    ) -> tuple[nnx.Param, nnx.Param | None]:
+        """(an out-major kernel [*out, *in], its scales if it is quantised).
+
+        beside: how many rows of something else lie between the kernel's rows along its last out axis in a checkpoint.
+        """
+        shape, axes, fan_in = (*out_shape, *in_shape), (*out_axes, *in_axes), math.prod(in_shape)
+        if self.quantization is None:
+            return self(shape, axes, Normal(fan_in)), None
+        blocks = [1] * len(shape)
+        blocks[len(out_shape) - 1], blocks[-1] = block_size(out_shape[-1], beside), block_size(in_shape[-1])
+        scales = tuple(size // block for size, block in zip(shape, blocks, strict=True))
+        in_fp8, in_float32 = (dataclasses.replace(self, dtype=dtype) for dtype in (FLOAT8, jnp.float32))
+        return in_fp8(shape, axes, Normal(1)), in_float32(scales, axes, Constant(fan_in**-0.5))
 
 
 @dataclass(frozen=True)
@@ -47,6 +75,16 @@ class Normal:
 
     def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         return (jax.random.normal(key, shape, jnp.float32) * self.fan_in**-0.5).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.full(shape, self.value, dtype)
 
 
 def ones(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -72,6 +110,13 @@ def random_params(declared: nnx.State, seed: int, mesh: Mesh) -> nnx.State:
 
     flat = nnx.to_flat_state(declared)
     return nnx.from_flat_state([(path, draw(index, param)) for index, (path, param) in enumerate(flat)])
+
+
+def count_parameters(declared: nnx.State) -> int:
+    """Numbers that a model has learned; the scales of quantised ones are not counted."""
+    paths = dict(nnx.to_flat_state(declared))
+    scales = {(*path[:-1], f"{path[-1]}{SCALE_SUFFIX}") for path in paths}
+    return sum(param.size for path, param in paths.items() if path not in scales)
 
 
 def sharded_shapes(declared: nnx.State, mesh: Mesh) -> nnx.State:

@@ -8,10 +8,12 @@ parts of one tensor. With scanned layers the same sources apply: `layers.3.attn.
 in the leading axis of that parameter of its run.
 """
 
+import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paxserve.models.config import ModelConfig, MoEConfig
+from paxserve.models.config import MLAConfig, ModelConfig, MoEConfig
+from paxserve.models.fp8 import SCALE_SUFFIX
 
 Shape = tuple[int, ...]
 
@@ -36,6 +38,37 @@ class TensorSource:
     part: tuple[slice, ...] = ()
 
     @property
+    def split(self) -> list[range]:
+        """For each axis of the tensor, the axes of the view that it is split into."""
+        ranges, axis = [], 0
+        for size in self.shape[:-1]:
+            first = axis
+            while axis == first or math.prod(self.view[first:axis]) < size:
+                axis += 1
+            ranges.append(range(first, axis))
+        return [*ranges, range(axis, len(self.view))]
+
+    def of_scales(self, shape: Shape) -> "TensorSource":
+        """The source of a kernel's scales: the same, of blocks instead of values.
+
+        shape: the parameter's, of which each axis that is cut into blocks is filled by this source alone.
+        """
+        part = self.part or (slice(None),) * len(self.view)
+        blocks = [
+            len(range(*part[axis].indices(self.view[axis]))) // shape[axis] if taken == slice(None) else 1
+            for axis, taken in enumerate(self.index)
+        ]
+        sizes = zip(self.shape, self.split, strict=True)
+        cuts = zip(part, blocks, strict=True)
+        return replace(
+            self,
+            shape=tuple(size // math.prod(blocks[axis] for axis in axes) for size, axes in sizes),
+            view=tuple(size // block for size, block in zip(self.view, blocks, strict=True)),
+            path=self.path + SCALE_SUFFIX,
+            part=tuple(c if c == slice(None) else slice(c.start // block, c.stop // block) for c, block in cuts),
+        )
+
+    @property
     def first(self) -> tuple[int, ...]:
         """Where in the view the part that is placed begins."""
         return tuple(part.start or 0 for part in self.part) or (0,) * len(self.view)
@@ -45,8 +78,9 @@ def tensor_sources(config: ModelConfig, names: Container[str] = ()) -> list[Tens
     """Every tensor a checkpoint of `config` must hold. Together they fill every parameter exactly once, and of a tensor
     that is several sources every value is used exactly once.
 
-    names: those in the checkpoint, which show how its experts are spelt: a tensor for each, as released, or all in one,
-    as transformers 5 holds them in memory. By default as released.
+    names: those in the checkpoint, which show how it spells what has several spellings. Experts are a tensor each, as
+    released, or all in one, as transformers 5 (gate and up together) and GGUF files hold them; the expansion of latents to
+    keys and to values is one tensor, as released, or two (GGUF). By default as released.
     """
     return list(_sources(config, names))
 
@@ -68,9 +102,11 @@ def _sources(config: ModelConfig, names: Container[str]) -> Iterator[TensorSourc
 
 def _layer_sources(config: ModelConfig, layer: int, names: Container[str]) -> Iterator[TensorSource]:
     source, path = f"model.layers.{layer}", f"layers.{layer}"
-    attention = _gqa_sources if config.mla is None else _mla_sources
     yield _whole(f"{source}.input_layernorm.weight", (config.hidden_size,), f"{path}.attn_norm.scale")
-    yield from attention(config, f"{source}.self_attn", f"{path}.attn")
+    if config.mla is None:
+        yield from _gqa_sources(config, f"{source}.self_attn", f"{path}.attn")
+    else:
+        yield from _mla_sources(config, config.mla, f"{source}.self_attn", f"{path}.attn", names)
     yield _whole(f"{source}.post_attention_layernorm.weight", (config.hidden_size,), f"{path}.mlp_norm.scale")
     if config.moe is not None and config.moe.layers[layer]:
         yield from _moe_sources(config, config.moe, source, f"{path}.mlp", names)
@@ -101,9 +137,9 @@ def _gqa_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tensor
         yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
 
 
-def _mla_sources(config: ModelConfig, source: str, path: str) -> Iterator[TensorSource]:
-    mla = config.mla
-    assert mla is not None
+def _mla_sources(
+    config: ModelConfig, mla: MLAConfig, source: str, path: str, names: Container[str]
+) -> Iterator[TensorSource]:
     embed, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, mla.q_lora_rank, mla.kv_lora_rank
 
     if q_rank is not None:
@@ -119,16 +155,19 @@ def _mla_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tensor
     if config.qkv_bias:
         yield _whole(f"{source}.kv_a_proj_with_mqa.bias", (mla.cached_dim,), f"{path}.kv_a.bias")
     yield _whole(f"{source}.kv_a_layernorm.weight", (kv_rank,), f"{path}.kv_a_norm.scale")
-    k_dim, kv_dim = mla.qk_nope_head_dim, mla.qk_nope_head_dim + mla.v_head_dim
-    for name, rows in (("k_b", slice(0, k_dim)), ("v_b", slice(k_dim, kv_dim))):
-        yield TensorSource(
-            f"{source}.kv_b_proj.weight",
-            (heads * kv_dim, kv_rank),
-            (heads, kv_dim, kv_rank),
-            f"{path}.{name}",
-            (slice(None),) * 3,
-            (slice(None), rows, slice(None)),
-        )
+    k_dim, v_dim = mla.qk_nope_head_dim, mla.v_head_dim
+    for name, dim, first in (("k_b", k_dim, 0), ("v_b", v_dim, k_dim)):
+        if (split := f"{source}.{name}_proj.weight") in names:
+            yield _whole(split, (heads, dim, kv_rank), f"{path}.{name}")
+        else:
+            yield TensorSource(
+                f"{source}.kv_b_proj.weight",
+                (heads * (k_dim + v_dim), kv_rank),
+                (heads, k_dim + v_dim, kv_rank),
+                f"{path}.{name}",
+                (slice(None),) * 3,
+                (slice(None), slice(first, first + dim), slice(None)),
+            )
     out_view = (embed, heads, mla.v_head_dim)
     yield _viewed(f"{source}.o_proj.weight", (embed, heads * mla.v_head_dim), out_view, f"{path}.out.kernel")
     if config.out_bias:
@@ -166,6 +205,16 @@ def _moe_sources(
         yield _whole(f"{source}.gate.e_score_correction_bias", (experts,), f"{path}.score_bias")
     if (stacked := f"{source}.experts.gate_up_proj") in names:
         yield _viewed(stacked, (experts, 2 * mlp, embed), (experts, 2, mlp, embed), f"{path}.gate_up")
+        yield _whole(f"{source}.experts.down_proj", (experts, embed, mlp), f"{path}.down")
+    elif f"{source}.experts.gate_proj" in names:
+        for row, part in enumerate(("gate_proj", "up_proj")):
+            yield TensorSource(
+                f"{source}.experts.{part}",
+                (experts, mlp, embed),
+                (experts, 1, mlp, embed),
+                f"{path}.gate_up",
+                (slice(None), slice(row, row + 1), slice(None), slice(None)),
+            )
         yield _whole(f"{source}.experts.down_proj", (experts, embed, mlp), f"{path}.down")
     else:
         *gate_up, down = parts

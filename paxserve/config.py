@@ -12,6 +12,8 @@ class EngineConfig:
 
     model: name of a packaged model or of a built-in configuration, a .gguf file or a directory.
     dtype: of weights, activations and KV: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    quantization: "fp8" keeps the weights of a checkpoint in DeepSeek-V3's FP8 format as they are, a byte each; by default
+        they are dequantised when loaded. Either way the numbers are the same.
     load_format: "auto" reads the checkpoint, "dummy" draws random weights (a configuration is enough).
     max_model_len: longest sequence, prompt and answer, in tokens; by default the model's, or what the KV pool holds if less.
     page_size: tokens per KV page.
@@ -31,6 +33,7 @@ class EngineConfig:
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["fp8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     page_size: int = 32
@@ -50,6 +53,7 @@ class EngineConfig:
         from paxserve.pallas_kernels import IMPLEMENTATIONS  # here, so that `paxserve --help` does not wait for JAX
 
         _choice("dtype", self.dtype, ("auto", *DTYPES))
+        _choice("quantization", self.quantization, (None, "fp8"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("attention", self.attention, (None, *IMPLEMENTATIONS))
         for name in (

@@ -21,6 +21,7 @@ from paxserve.models.builtin import builtin_config, builtin_file, builtin_names
 from paxserve.models.config import ModelConfig
 from paxserve.models.config_gguf import config_from_gguf
 from paxserve.models.config_hf import config_from_hf
+from paxserve.models.fp8 import FLOAT8
 from paxserve.models.kv_shape import KVShape, kv_shape, kv_shape_from_hf
 from paxserve.models.params import random_params
 from paxserve.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -65,6 +66,9 @@ class ModelSource:
         if self.gguf is not None:
             return load_params(self.gguf, self.config, declared, mesh)
         if self.format == "orbax":
+            kept = {param.dtype for _, param in nnx.to_flat_state(declared)}
+            if self.config.quantization == "fp8" and FLOAT8 not in kept:
+                raise CheckpointError(f"{self.path} holds its weights in FP8; ask for quantization='fp8'")
             return load_orbax(self.path, declared, mesh)
         if self.format == "safetensors":
             return load_params(SafetensorsReader(self.path), self.config, declared, mesh)

@@ -50,11 +50,20 @@ class ProgramBuilder:
     """Lowers and compiles the programs of one model on one mesh."""
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, *, dtype: str, scan_layers: bool, page_size: int, attention: str
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        dtype: str,
+        quantization: str | None = None,
+        scan_layers: bool,
+        page_size: int,
+        attention: str,
     ) -> None:
         self.model, self.mesh, self.dtype = model, mesh, jnp.dtype(dtype)
         self.scan_layers, self.attention = scan_layers, attention
-        graph, self.declared = nnx.split(model_class(model)(model, dtype=self.dtype, scan_layers=scan_layers))
+        declared = model_class(model)(model, dtype=self.dtype, scan_layers=scan_layers, quantization=quantization)
+        graph, self.declared = nnx.split(declared)
         leaves, tree = jax.tree.flatten(sharded_shapes(self.declared, mesh))
         self.params = tuple(leaves)
         self._spec = StepSpec(graph, tree, 0, page_size, attention)

@@ -14,6 +14,7 @@ from paxserve.compile_watch import CompileWatch
 from paxserve.config import EngineConfig
 from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
+from paxserve.models.config_quantization import check_quantization
 from paxserve.pack import pack, pack_sampling, sampling_key
 from paxserve.pallas_kernels import choose_implementation
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
@@ -39,13 +40,16 @@ class InFlight:
 def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -> ProgramBuilder:
     """The builder of an engine's programs, with what the options leave open decided by the model and the platform.
 
-    Raises NotImplementedError if the attention implementation that the options name cannot do what is asked.
+    Raises NotImplementedError if the attention implementation that the options name cannot do what is asked, ValueError
+    for a quantization that the checkpoint does not have.
     """
+    check_quantization(config.quantization, model)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     return ProgramBuilder(
         model,
         make_mesh(devices=[device]),
         dtype=dtype,
+        quantization=config.quantization,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
         attention=choose_implementation(config.attention, device.platform, dtype),

@@ -134,10 +134,11 @@ def test_refuses_other_types_by_name(tmp_path):
     config = tiny_config(hidden=256, mlp=256)
     tensors = hf_tensors(config)
     name = "model.layers.1.mlp.up_proj.weight"
-    kind = GGMLQuantizationType.Q5_0
+    kind = GGMLQuantizationType.TQ2_0
     write_gguf(tmp_path / "model.gguf", config, tensors, {name: (quantize(tensors[name], kind), kind)})
     refused(
-        tmp_path / "model.gguf", r"tensor blk\.1\.ffn_up\.weight in .*model\.gguf has quantisation type Q5_0; supported"
+        tmp_path / "model.gguf",
+        r"tensor blk\.1\.ffn_up\.weight in .*model\.gguf has quantisation type TQ2_0; supported",
     )
 
 

@@ -26,12 +26,10 @@ DECODE_FROM, CHUNK = 26, 13
 
 
 class Runner:
-    """One tiny model with its pages, run step by step on ragged batches."""
+    """One model with its pages, run step by step on ragged batches."""
 
-    def __init__(self, name, *, scan_layers, attention, dtype=jnp.float32):
-        self.config = config_from_hf(MODELS[name])
-        self.attention = attention
-        self.graph, self.params = build(self.config, scan_layers, dtype)
+    def __init__(self, config, graph, params, *, attention, dtype=jnp.float32):
+        self.config, self.graph, self.params, self.attention = config, graph, params, attention
         shape = model_class(self.config).pages_shape(self.config, NUM_PAGES, PAGE_SIZE, jax.default_backend())
         pages = jnp.zeros(shape, storage_dtype(dtype))
         nan = jnp.nan if pages.dtype == dtype else 0x7FC0  # bfloat16 pages are stored by bit pattern on CPU
@@ -71,6 +69,12 @@ class Runner:
         return [np.asarray(logits)[a:b] for a, b in itertools.pairwise(starts)]
 
 
+def tiny_runner(name, *, scan_layers, attention, dtype=jnp.float32):
+    """A Runner of one of MODELS."""
+    config = config_from_hf(MODELS[name])
+    return Runner(config, *build(config, scan_layers, dtype), attention=attention, dtype=dtype)
+
+
 def build(config, scan_layers, dtype):
     """(graphdef, params) with the weights of `tiny_models`, placed as `tensor_sources` says."""
     graph, state = abstract(config, scan_layers, dtype)
@@ -105,7 +109,7 @@ def relative_error(logits, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_prefill(name):
-    runner = Runner(name, scan_layers=False, attention="reference")
+    runner = tiny_runner(name, scan_layers=False, attention="reference")
     (logits,) = runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS + 2)
     assert relative_error(logits, name) < TOLERANCE
 
@@ -113,7 +117,7 @@ def test_whole_prefill(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_chunked_prefill_and_decode(name):
     """Layers scanned; a second, unrelated sequence rides along, a few tokens behind."""
-    runner = Runner(name, scan_layers=True, attention="xla")
+    runner = tiny_runner(name, scan_layers=True, attention="xla")
     tokens, other = prompt(name), prompt("other")
     logits = []
     for first in range(0, DECODE_FROM, CHUNK):
@@ -130,7 +134,7 @@ def test_chunked_prefill_and_decode(name):
 
 @pytest.mark.parametrize("name", ["qwen2_some_windows", "deepseek_v2_experts"])
 def test_scanned_equals_unrolled(name):
-    runners = [Runner(name, scan_layers=scan, attention="xla") for scan in (False, True)]
+    runners = [tiny_runner(name, scan_layers=scan, attention="xla") for scan in (False, True)]
     unrolled, scanned = (runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS)[0] for runner in runners)
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
     owned = [page for row in BLOCK_TABLES[:1, :5] for page in row]
@@ -140,7 +144,7 @@ def test_scanned_equals_unrolled(name):
 
 @pytest.mark.parametrize("name", ["llama_mha", "mixtral_window", "qwen3_moe_some_dense", "deepseek_v3"])
 def test_bfloat16_is_near(name):
-    runner = Runner(name, scan_layers=False, attention="xla", dtype=jnp.bfloat16)
+    runner = tiny_runner(name, scan_layers=False, attention="xla", dtype=jnp.bfloat16)
     (logits,) = runner.run([(prompt(name), 0)], padded_tokens=NUM_TOKENS)
     assert logits.dtype == np.float32
     assert relative_error(logits, name) < 0.05

@@ -13,6 +13,7 @@ from flax import nnx
 from paxserve.checkpoints.orbax import save_orbax
 from paxserve.checkpoints.reader import CheckpointError
 from paxserve.model_source import GGUF_TOKENIZER_FILE, ModelSource, gguf_tokenizer_metadata, resolve_model
+from paxserve.models.config_quantization import check_quantization
 from paxserve.models.registry import model_class
 from paxserve.sharding import make_mesh
 
@@ -28,13 +29,14 @@ COPIED_FILES = (
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def convert(src: str | Path, dst: str | Path, dtype: str | None = None) -> None:
+def convert(src: str | Path, dst: str | Path, dtype: str | None = None, quantization: str | None = None) -> None:
     """Writes the model `src` (whatever `resolve_model` takes) to the new directory `dst`, as an Orbax checkpoint.
 
-    dtype: "float32", "bfloat16" or "float16"; None keeps what the source says. The whole model is held in host memory.
-    An interrupted conversion leaves no `dst` behind.
+    dtype: "float32", "bfloat16" or "float16"; None keeps what the source says. quantization: "fp8" keeps FP8 weights, which
+    are dequantised otherwise. The whole model is held in host memory. An interrupted conversion leaves no `dst` behind.
 
-    Raises CheckpointError if `dst` exists or the source cannot be loaded, ValueError for another dtype.
+    Raises CheckpointError if `dst` exists or the source cannot be loaded, ValueError for another dtype or a quantization
+    that the source does not have.
     """
     dst = Path(dst)
     if dst.exists():
@@ -43,9 +45,11 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None) -> None:
     dtype = source.config.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
-    config = dataclasses.replace(source.config, dtype=dtype)
+    check_quantization(quantization, source.config)
+    config = dataclasses.replace(source.config, dtype=dtype, quantization=quantization)
 
-    declared = nnx.state(model_class(config)(config, dtype=jnp.dtype(dtype), scan_layers=False))
+    model = model_class(config)(config, dtype=jnp.dtype(dtype), scan_layers=False, quantization=quantization)
+    declared = nnx.state(model)
     params = source.load(declared, make_mesh(devices=jax.local_devices(backend="cpu")))
     partial = dst.with_name(f".{dst.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)

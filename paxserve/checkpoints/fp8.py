@@ -7,7 +7,8 @@ ceil(in / 128)]; a value is the float8 number times its block's scale. The last 
 import ml_dtypes
 import numpy as np
 
-BLOCK = 128
+from paxserve.models.fp8 import BLOCK
+
 SCALE_SUFFIX = "_scale_inv"
 FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -17,15 +18,13 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
 
 
-def scales_index(index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The scales that `weight[index]` needs; every slice has a start and a stop."""
-    return (*index[:-2], *(slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in index[-2:]))
+def scales_of(scales: np.ndarray, index: tuple[slice, ...], blocks: tuple[int, int] = (1, 1)) -> np.ndarray:
+    """The scale of every value of `weight[index]`, in float32.
 
-
-def dequantize(stored: np.ndarray, scales: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    """`weight[index]` in float32 from its bytes and `scales[scales_index(index)]`."""
-    factors = scales.astype(np.float32)
-    for axis in (-2, -1):
-        first, size = index[axis].start % BLOCK, stored.shape[axis]
-        factors = np.take(factors, (np.arange(size) + first) // BLOCK, axis=axis)
-    return FLOAT8_VALUES[stored] * factors
+    scales: those of the whole weight. index: slices with a start and a stop, in steps of `blocks` values along the last
+    two axes; `blocks` that divide the format's own lie in one each, and get its scale.
+    """
+    rows, columns = (
+        np.arange(part.start, part.stop) * block // BLOCK for part, block in zip(index[-2:], blocks, strict=True)
+    )
+    return scales[index[:-2]][..., rows[:, None], columns].astype(np.float32)

@@ -9,7 +9,7 @@ import mmap
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
@@ -17,7 +17,9 @@ from gguf.quants import dequantize
 
 from paxserve.checkpoints.reader import CheckpointError, TensorInfo
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+Axis = TypeVar("Axis")  # a size or a slice
 
 # struct formats of the scalar value types
 SCALARS = {
@@ -43,17 +45,41 @@ LAYER_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+# Those that have no ".weight" or ".bias" in Hugging Face's names.
+WHOLE_LAYER_NAMES = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+# llama.cpp stores the key half of kv_b_proj as [heads, latent, head_dim], so that the latent is what a product gives.
+TRANSPOSED = ".self_attn.k_b_proj.weight"
 
 
 def hf_name(name: str) -> str:
     """The Hugging Face name of a GGUF tensor; a name without a counterpart is returned unchanged."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = match.groups()
+    if match := re.fullmatch(r"blk\.(\d+)\.((\w+)\.(weight|bias))", name):
+        layer, whole, part, kind = match.groups()
+        if whole in WHOLE_LAYER_NAMES:
+            return f"model.layers.{layer}.{WHOLE_LAYER_NAMES[whole]}"
         return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
     part, _, kind = name.rpartition(".")
     return f"{TOP_NAMES[part]}.{kind}" if part in TOP_NAMES else name
@@ -68,7 +94,7 @@ class GgufReader:
     """The tensors of a GGUF file by their Hugging Face names, and its `metadata`.
 
     llama.cpp's converter reorders the rows of q and k of the "llama" architecture so that RoPE pairs neighbours; here
-    they are put back into Hugging Face's order.
+    they are put back into Hugging Face's order, and so are the axes of the tensors that it transposes.
 
     Raises CheckpointError if the file is damaged, truncated or split, or holds a type outside SUPPORTED_TYPES.
     """
@@ -94,14 +120,16 @@ class GgufReader:
         """`tensor[index]` in float32; only the rows that are asked for are dequantised."""
         info = self.tensors[name]
         kind = GGMLQuantizationType[info.dtype]
-        raw = np.frombuffer(self._file, np.uint8, _stored_bytes(info), self._offsets[name])
-        order = self._row_order(name, info.shape[0])
-        if len(info.shape) == 1:
+        shape, index = _swapped(name, info.shape), _swapped(name, index)
+        raw = np.frombuffer(self._file, np.uint8, _stored_bytes(shape, kind), self._offsets[name])
+        order = self._row_order(name, shape[0])
+        if len(shape) == 1:
             values = dequantize(raw, kind)
             return (values if order is None else values[order])[index]
-        raw = raw.reshape(*info.shape[:-1], -1)
+        raw = raw.reshape(*shape[:-1], -1)
         rows = raw[index[:-1]] if order is None else raw[order[index[0]]]
-        return dequantize(rows, kind)[..., index[-1]]
+        values = dequantize(rows, kind)[..., index[-1]]
+        return values.transpose(_swapped(name, tuple(range(len(shape)))))
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Where each row of q or k is in the file; None if the rows are in order."""
@@ -137,16 +165,16 @@ class GgufReader:
                     f"tensor {name} in {self.path} has quantisation type {kind.name}; "
                     f"supported are {', '.join(SUPPORTED_TYPES)}"
                 )
-            info = TensorInfo(shape, kind.name, self.path)
-            end = data_start + offset + _stored_bytes(info)
+            end = data_start + offset + _stored_bytes(shape, kind)
             if end > len(self._file):
                 raise CheckpointError(
                     f"tensor {name} in {self.path} is cut off: it ends at byte {end} of {len(self._file)}"
                 )
-            if hf_name(name) in self.tensors:
+            if (theirs := hf_name(name)) in self.tensors:
                 raise CheckpointError(f"tensor {name} is in {self.path} twice")
             self.gguf_names.append(name)
-            self.tensors[hf_name(name)], self._offsets[hf_name(name)] = info, data_start + offset
+            self.tensors[theirs] = TensorInfo(_swapped(theirs, shape), kind.name, self.path)
+            self._offsets[theirs] = data_start + offset
 
 
 class _Cursor:
@@ -189,8 +217,13 @@ class _Cursor:
         return name, shape, GGMLQuantizationType(kind), offset
 
 
-def _stored_bytes(info: TensorInfo) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
-    if info.shape[-1] % block:
-        raise ValueError(f"rows of {info.shape[-1]} values are not whole {info.dtype} blocks of {block}")
-    return math.prod(info.shape) // block * block_bytes
+def _swapped(name: str, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """What there is for each axis of a tensor, in the file's order from Hugging Face's or the other way round."""
+    return (*axes[:-2], *axes[:-3:-1]) if name.endswith(TRANSPOSED) else axes
+
+
+def _stored_bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ValueError(f"rows of {shape[-1]} values are not whole {kind.name} blocks of {block}")
+    return math.prod(shape) // block * block_bytes

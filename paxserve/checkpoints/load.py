@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from paxserve.checkpoints.fill import Targets, fill_params
+from paxserve.checkpoints.fill import Targets, fill_params, stored_targets
 from paxserve.checkpoints.reader import CheckpointError, TensorReader, listed
+from paxserve.checkpoints.safetensors import FP8, SafetensorsReader
 from paxserve.models.config import ModelConfig
+from paxserve.models.fp8 import FLOAT8, SCALE_SUFFIX
 from paxserve.models.weights import TensorSource, mtp_tensors, tensor_sources
 
 # Tensors that are no weights: RoPE frequencies saved by older transformers versions, which follow from the
@@ -22,23 +24,52 @@ DERIVED_TENSORS = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) per axis
 Index = tuple[slice, ...]
+Read = Callable[[TensorSource, Index], np.ndarray]
+"""Gives `tensor[index]` of a source's tensor, one slice with a start and a stop per axis."""
 
 
 def load_params(reader: TensorReader, config: ModelConfig, declared: nnx.State, mesh: Mesh) -> nnx.State:
     """The declared parameters of a model, in their dtypes, sharded over `mesh` by their logical axes.
 
-    Works for unrolled and stacked layers alike. A process reads only what its devices hold, and holds about one tensor
-    in host memory beyond that.
+    Works for unrolled and stacked layers alike, and for kernels kept in FP8. A process reads only what its devices hold,
+    and holds about one tensor in host memory beyond that.
 
     Raises CheckpointError, before any value is read, if a tensor is missing, unknown or of another shape than `config`
-    says.
+    says, or not in FP8 though it is to be kept so.
     """
     sources = check_tensors(reader, config)
+    access = {name: _access(reader, sources, name, target) for name, target in stored_targets(declared, mesh).items()}
 
     def load(targets: Targets) -> dict[str, jax.Array]:
-        return {name: _load_param(reader, sources[name], target) for name, target in targets.items()}
+        return {name: _load_param(*access[name], target) for name, target in targets.items()}
 
     return fill_params(declared, mesh, load)
+
+
+def _access(
+    reader: TensorReader, sources: Mapping[str, list[TensorSource]], name: str, target: jax.ShapeDtypeStruct
+) -> tuple[Read, list[TensorSource]]:
+    """How the tensors of a parameter are read, and which they are."""
+    if target.dtype == FLOAT8:
+        fp8 = _fp8_reader(reader, sources[name])
+        return lambda source, index: fp8.read_fp8(source.name, index), sources[name]
+    if name in sources:
+        return lambda source, index: reader.read(source.name, index), sources[name]
+    kernel = sources[name.removesuffix(SCALE_SUFFIX)]
+    fp8 = _fp8_reader(reader, kernel)
+    scales = [source.of_scales(target.shape) for source in kernel]
+    return lambda source, index: fp8.read_scales(source.name, index, source.shape), scales
+
+
+def _fp8_reader(reader: TensorReader, sources: list[TensorSource]) -> SafetensorsReader:
+    for source in sources:
+        info = reader.tensors[source.name]
+        if info.dtype != FP8:
+            raise CheckpointError(
+                f"tensor {source.name} in {info.file} has type {info.dtype}, so it cannot be kept in FP8"
+            )
+    assert isinstance(reader, SafetensorsReader), "no other format has FP8 weights"
+    return reader
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> dict[str, list[TensorSource]]:
@@ -91,12 +122,12 @@ def _row_chunks(shape: tuple[int, ...], rows: int = 4096) -> Iterator[Index]:
     return ((slice(start, min(start + rows, shape[0])), *rest) for start in range(0, shape[0], rows))
 
 
-def _load_param(reader: TensorReader, sources: list[TensorSource], target: jax.ShapeDtypeStruct) -> jax.Array:
+def _load_param(read_tensor: Read, sources: list[TensorSource], target: jax.ShapeDtypeStruct) -> jax.Array:
     """One parameter, put together from its tensors, each shard on its own."""
 
     @functools.cache  # replicas share one copy
     def read(bounds: Bounds) -> np.ndarray:
-        return _read_block(reader, sources, bounds, target)
+        return _read_block(read_tensor, sources, bounds, target)
 
     def shard(index: Index | None) -> np.ndarray:
         assert index is not None
@@ -105,9 +136,7 @@ def _load_param(reader: TensorReader, sources: list[TensorSource], target: jax.S
     return jax.make_array_from_callback(target.shape, target.sharding, shard)
 
 
-def _read_block(
-    reader: TensorReader, sources: list[TensorSource], bounds: Bounds, target: jax.ShapeDtypeStruct
-) -> np.ndarray:
+def _read_block(read: Read, sources: list[TensorSource], bounds: Bounds, target: jax.ShapeDtypeStruct) -> np.ndarray:
     """The part of a parameter within `bounds`: what every source has there."""
     block = np.empty([stop - start for start, stop in bounds], target.dtype)
     filled = 0
@@ -119,27 +148,25 @@ def _read_block(
             place.append(slice(low - start, high - start))
             wanted.append(slice(offset + low - first, offset + high - first))
         if all(part.start < part.stop for part in wanted):
-            values = _read_view(reader, source, tuple(wanted))
+            values = _read_view(read, source, tuple(wanted))
             block[tuple(place)] = values
             filled += values.size
     assert filled == block.size, f"{sources[0].path}: {filled} of {block.size} values have a source"
     return block
 
 
-def _read_view(reader: TensorReader, source: TensorSource, wanted: Index) -> np.ndarray:
+def _read_view(read: Read, source: TensorSource, wanted: Index) -> np.ndarray:
     """`tensor.reshape(source.view)[wanted]`, reading no more rows and columns of the tensor than that needs.
 
     Every axis of the tensor is split into some axes of the view. The outermost of those that is longer than 1 limits
     what is read; the inner ones are cut afterwards.
     """
-    index, view, cut, axis = [], [], [], 0
-    for size in source.shape:
-        first = axis
-        while axis == first or math.prod(source.view[first:axis]) < size:
-            axis += 1
-        outer = next((a for a in range(first, axis) if source.view[a] > 1), axis - 1)
-        inner = math.prod(source.view[outer + 1 : axis])
+    index, view, cut = [], [], []
+    for axes in source.split:
+        outer = next((axis for axis in axes if source.view[axis] > 1), axes[-1])
+        inner = math.prod(source.view[outer + 1 : axes.stop])
         index.append(slice(wanted[outer].start * inner, wanted[outer].stop * inner))
-        view += [1] * (outer - first) + [wanted[outer].stop - wanted[outer].start, *source.view[outer + 1 : axis]]
-        cut += [slice(None)] * (outer - first + 1) + list(wanted[outer + 1 : axis])
-    return reader.read(source.name, tuple(index)).reshape(view)[tuple(cut)]
+        view += [1] * (outer - axes.start)
+        view += [wanted[outer].stop - wanted[outer].start, *source.view[outer + 1 : axes.stop]]
+        cut += [slice(None)] * (outer - axes.start + 1) + list(wanted[outer + 1 : axes.stop])
+    return read(source, tuple(index)).reshape(view)[tuple(cut)]

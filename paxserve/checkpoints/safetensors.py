@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers numpy's bfloat16, in which safetensors returns BF16 tensors
+import ml_dtypes  # registers numpy's bfloat16, too, in which safetensors returns BF16 tensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from paxserve.checkpoints.fp8 import SCALE_SUFFIX, dequantize, scales_index, scales_shape
+from paxserve.checkpoints.fp8 import FLOAT8_VALUES, SCALE_SUFFIX, scales_of, scales_shape
 from paxserve.checkpoints.reader import CheckpointError, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
@@ -21,7 +21,8 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 class SafetensorsReader:
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
 
-    FP8 weights are dequantised as they are read; their scales are not among the tensors.
+    FP8 weights are dequantised as they are read, unless they are asked for as they are; their scales are not among the
+    tensors.
 
     Raises CheckpointError if a file is missing, damaged or truncated, or holds a type other than float32, float16,
     bfloat16 and float8_e4m3fn with scales.
@@ -49,10 +50,23 @@ class SafetensorsReader:
         info = self.tensors[name]
         if info.dtype != FP8:
             return self._open[info.file].get_slice(name)[index]
+        return FLOAT8_VALUES[self.read_fp8(name, index).view(np.uint8)] * scales_of(self._read_scales(name), index)
+
+    def read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """`tensor[index]` of an FP8 weight as float8_e4m3fn, without its scales."""
         # The safetensors package does not give FP8 as NumPy arrays.
-        stored = np.memmap(info.file, np.uint8, "r", self._offsets[name], info.shape)[index]
-        scales = self._open[self._scales[name].file].get_slice(name + SCALE_SUFFIX)
-        return dequantize(stored, scales[scales_index(index)], index)
+        info = self.tensors[name]
+        return np.memmap(info.file, ml_dtypes.float8_e4m3fn, "r", self._offsets[name], info.shape)[index]
+
+    def read_scales(self, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """`scales[index]` in float32 of an FP8 weight that is cut into blocks of one size, `shape` of them along each
+        axis, of which none straddles two blocks of the format.
+        """
+        rows, columns = (size // count for size, count in zip(self.tensors[name].shape[-2:], shape[-2:], strict=True))
+        return scales_of(self._read_scales(name), index, (rows, columns))
+
+    def _read_scales(self, name: str) -> np.ndarray:
+        return self._open[self._scales[name].file].get_tensor(name + SCALE_SUFFIX)
 
     def _take_scales(self, name: str) -> TensorInfo:
         """Takes an FP8 weight's scales out of the tensors."""

@@ -46,6 +46,8 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
     from paxserve.buckets import make_buckets
     from paxserve.cli.figures import pool_facts
     from paxserve.model_source import resolve_model
+    from paxserve.models.fp8 import FLOAT8
+    from paxserve.models.params import count_parameters
     from paxserve.runner import make_builder
     from paxserve.sizing import size_limits
 
@@ -65,7 +67,7 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
             "name": source.name,
             "format": source.format,
             "architecture": model.architecture,
-            "parameters": sum(leaf.size for leaf in builder.params),
+            "parameters": count_parameters(builder.declared),
             "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in builder.params),
             "layers": model.num_layers,
             "heads": model.num_heads,
@@ -76,7 +78,12 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
             "context": model.max_position_embeddings,
             "tokenizer": source.tokenizer is not None,
         },
-        "dtypes": {"checkpoint": model.dtype, "weights": builder.dtype.name, "kv": builder.dtype.name},
+        "dtypes": {
+            "checkpoint": model.dtype,
+            "weights": builder.dtype.name,
+            "kernels": FLOAT8.name if config.quantization == "fp8" else builder.dtype.name,
+            "kv": builder.dtype.name,
+        },
         "engine": {
             "attention": builder.attention,
             "scan_layers": builder.scan_layers,
