@@ -1,0 +1,410 @@
+"""Paged attention for NVIDIA Hopper: TMA page loads and wgmma, in Pallas Mosaic GPU.
+
+One kernel computes decodes and prefills of a ragged batch. The grid is persistent, CTAS_PER_SM thread blocks per
+multiprocessor, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
+warpgroup and goes through its items one after the other:
+
+    q_smem    the item's query rows, row r being head r % group of token r // group; then its output
+    kv_smem   a ring of STAGES blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
+              page or 64 tokens of a longer one
+    loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
+              refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
+
+64 rows are wgmma's least: a decode fills `group` of them, which is still less work than reading the keys. An item that
+lies in one share is final; the pieces of others go to `parts` and a second kernel merges them by their log-sum-exp.
+
+Maxima are rounded to integers, so that every rescaling is by a power of two: P is then rounded to 16 bits alike wherever
+an item was cut, and a result does not depend on the rest of the batch but for the order of float32 sums.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int, Num
+
+from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
+from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
+
+ROWS = 64  # query rows of an item
+STAGES = 2
+CTAS_PER_SM = 2
+MERGE_CHUNK = 1024  # values of a piece that one thread block merges
+MERGE_UNROLL = 4  # pieces whose loads are in flight together
+INTERPRETED_CTAS = 5
+LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+    max_query_len: int | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
+
+    Raises NotImplementedError for sizes that the kernels do not compute.
+    """
+    if k_scale is not None or v_scale is not None:
+        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
+    interpret, ctas = None, INTERPRETED_CTAS
+    if jax.default_backend() == "cpu":
+        interpret = plgpu.InterpretGPUParams()
+        # As CPUs store pages: bit patterns, perhaps stacked.
+        kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
+    else:
+        ctas = CTAS_PER_SM * jax.devices()[0].core_count
+    return attend(
+        q,
+        kv_pages,
+        block_tables,
+        context_lens,
+        query_starts,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        max_query_len=max_query_len,
+        ctas=ctas,
+        interpret=interpret,
+    )
+
+
+def why_not(heads: int, kv_pages_shape: tuple[int, ...], head_dim: int) -> str | None:
+    """Why the kernels do not compute attention of these sizes, None if they do."""
+    _, kv_heads, slots, width = kv_pages_shape
+    if head_dim not in (64, 128):
+        return f"it computes head_dim 64 and 128, not {head_dim}"
+    if width != 2 * head_dim:
+        return "it reads pages with K and V side by side, not stacked ones"
+    if slots % 8 or (BLOCK % slots and slots % BLOCK):
+        return f"it reads pages of 8, 16, 32 tokens and of multiples of {BLOCK}, not of {slots}"
+    if heads // kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {heads // kv_heads}"
+    return None
+
+
+def attend(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Float[Array, "pages kv_heads page_size two_head_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    max_query_len: int | None = None,
+    ctas: int,
+    interpret: Any = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """`paged_attention` with `ctas` thread blocks; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = kv_pages.shape[1]
+    if reason := why_not(heads, kv_pages.shape, head_dim):
+        raise NotImplementedError(f"attention implementation 'mosaic_gpu' cannot do this: {reason}")
+    group = heads // kv_heads
+    tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
+    rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
+    schedule = make_schedule(
+        context_lens,
+        query_starts,
+        tokens=tokens,
+        tile_tokens=tile_tokens,
+        kv_heads=kv_heads,
+        unit=min(page_size_of(kv_pages, head_dim), BLOCK),
+        window=window,
+        ctas=ctas,
+    )
+    num_tiles = len(schedule.tiles)
+
+    token = schedule.first_token[:, None] + jnp.arange(rows) // group  # [tiles, rows]
+    by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
+    q_rows = by_head[:, jnp.minimum(token, tokens - 1), jnp.arange(rows) % group]  # [kv_heads, tiles, rows, head_dim]
+    q_rows = q_rows.swapaxes(0, 1)
+    sink_rows = None
+    if sinks is not None:
+        sink_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), -(-ROWS // group))[:, :ROWS] * LOG2E
+
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    swizzled = functools.partial(
+        plgpu.SMEM, dtype=q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
+    units = max(BLOCK // kv_pages.shape[2], 1)
+    out, lse, parts, parts_lse = plgpu.kernel(
+        functools.partial(
+            _attend_kernel,
+            group=group,
+            scale=scale,
+            soft_cap=soft_cap,
+            has_window=window is not None,
+            interpret=interpret is not None,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct(q_rows.shape, q.dtype),
+            float32((num_tiles, kv_heads, ROWS)),
+            float32((2 * ctas, ROWS, head_dim)),
+            float32((2 * ctas, ROWS)),
+        ),
+        scratch_types=[
+            swizzled((STAGES, BLOCK, 2 * head_dim)),
+            swizzled((ROWS, head_dim)),
+            swizzled((ROWS, BLOCK)) if interpret is not None else None,
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=units, num_barriers=STAGES),
+        ],
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(schedule.tiles, schedule.ctas, block_tables, sink_rows, q_rows, kv_pages)
+    merged, merged_lse = _merge(schedule.ctas, parts[:, :rows], parts_lse[:, :rows], q.dtype, interpret)
+
+    # Of each token's heads the rows, from an item's own output or from the merged pieces.
+    tile = schedule.tile[:, None]
+    kv_head, in_group = jnp.divmod(jnp.arange(heads), group)
+    row = schedule.row[:, None] * group + in_group  # [tokens, heads]
+    cut_by = schedule.cut_by.reshape(num_tiles, kv_heads)[tile, kv_head]
+    out = jnp.where((cut_by < 0)[..., None], out[tile, kv_head, row], merged[cut_by, row])
+    lse = jnp.where(cut_by < 0, lse[tile, kv_head, row], merged_lse[cut_by, row])
+    return jnp.where(tile[..., None] < 0, 0, out), jnp.where(tile < 0, -jnp.inf, lse)
+
+
+def _attend_kernel(
+    tiles_ref: Any,  # [tiles, 7]
+    ctas_ref: Any,  # [ctas, 5]
+    tables_ref: Any,  # [seqs, max_pages]
+    sinks_ref: Any,  # [kv_heads, ROWS], in base 2, or None
+    q_ref: Any,  # [tiles, kv_heads, rows, head_dim]
+    kv_ref: Any,  # [pages, kv_heads, page_size, 2 * head_dim]
+    out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
+    lse_ref: Any,  # [tiles, kv_heads, ROWS]
+    parts_ref: Any,  # [2 * ctas, ROWS, head_dim]
+    parts_lse_ref: Any,  # [2 * ctas, ROWS]
+    kv_smem: Any,
+    q_smem: Any,
+    p_smem: Any,
+    q_barrier: Any,
+    kv_barriers: Any,
+    *,
+    group: int,
+    scale: float,
+    soft_cap: float | None,
+    has_window: bool,
+    interpret: bool,
+) -> None:
+    _, kv_heads, rows, head_dim = q_ref.shape
+    page_size = kv_ref.shape[2]
+    unit = min(page_size, BLOCK)
+    wgmma_layout = plgpu.Layout.WGMMA
+    cta = lax.axis_index("cta")
+    share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
+
+    def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
+        return lax.broadcast_in_dim(x, shape, [0])
+
+    @pl.loop(ctas_ref[cta, 2], ctas_ref[cta, 3])
+    def _item(item: Array) -> None:
+        tile, head = lax.div(item, jnp.int32(kv_heads)), lax.rem(item, jnp.int32(kv_heads))
+        seq, first_block, blocks, first_unit, position, end_key, first_key = (tiles_ref[tile, i] for i in range(7))
+        item_begin = first_block + head * blocks
+        begin = jnp.maximum(share_begin - item_begin, 0)
+        end = jnp.minimum(share_end - item_begin, blocks)
+        last_unit = lax.div(end_key - 1, jnp.int32(unit))
+
+        def units_of(i: Array) -> tuple[tuple[Array, Array], ...]:
+            """Page and offset of each unit of block i; past the last unit that one again, which is masked."""
+            found = []
+            for j in range(BLOCK // unit):
+                index = jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit)
+                per_page = jnp.int32(page_size // unit)
+                found.append((tables_ref[seq, lax.div(index, per_page)], lax.rem(index, per_page) * unit))
+            return tuple(found)
+
+        def fetch(i: Array, units: tuple[tuple[Array, Array], ...]) -> None:
+            slot = lax.rem(i, jnp.int32(STAGES))
+            for j, (page, offset) in enumerate(units):
+                source = kv_ref.at[page, head] if unit == page_size else kv_ref.at[page, head, pl.ds(offset, unit)]
+                plgpu.copy_gmem_to_smem(source, kv_smem.at[slot, pl.ds(j * unit, unit)], kv_barriers.at[slot])
+
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
+        for ahead in range(STAGES):
+
+            @pl.when(begin + ahead < end)
+            def _first(ahead: int = ahead) -> None:
+                fetch(begin + ahead, units_of(begin + ahead))
+
+        plgpu.barrier_wait(q_barrier)
+
+        token = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 0, layout=wgmma_layout), jnp.int32(group))
+        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=wgmma_layout)
+
+        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            acc, top, total, refill = carry
+            next_refill = units_of(i + STAGES + 1)
+            slot = lax.rem(i, jnp.int32(STAGES))
+            block_key = first_unit * unit + i * BLOCK
+            plgpu.barrier_wait(kv_barriers.at[slot])
+            k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
+            v = kv_smem.at[slot, :, pl.ds(head_dim, head_dim)]
+
+            @pl.when(block_key + BLOCK > end_key)
+            def _clear_past_end() -> None:
+                key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, head_dim), 0, layout=wgmma_layout)
+                values = plgpu.layout_cast(v[...], wgmma_layout)
+                v[...] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+            if interpret:  # the interpreter does not look for races of wgmma's operands: read them
+                _ = q_smem.at[pl.ds(0, rows)][...], k[...], v[...]
+
+            def scores(s_acc: Any) -> Array:
+                plgpu.wgmma(s_acc, q_smem, k.transpose((1, 0)))
+                return s_acc[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+            if soft_cap is None:
+                s *= scale * LOG2E
+            else:  # tanh by exp2: the hardware's own is good to 11 bits
+                s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E * scale / soft_cap)) + 1))
+
+            def mask(s: Array) -> Array:
+                visible = column - token <= position - block_key
+                if has_window:
+                    visible &= column - token >= first_key - block_key
+                return jnp.where(visible, s, -jnp.inf)
+
+            masked = block_key + BLOCK > position + 1
+            if has_window:
+                masked |= block_key < first_key + ROWS // group
+            s = lax.cond(masked, mask, lambda s: s, s)
+            new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
+            fade = jnp.exp2(top - new_top)
+            p = jnp.exp2(s - over_rows(new_top, s.shape))
+            total = total * fade + p.sum(axis=1)
+            acc *= over_rows(fade, acc.shape)
+            acc = _add_weighted(acc, p.astype(kv_smem.dtype), v, p_smem)
+
+            @pl.when(i + STAGES < end)
+            def _refill() -> None:
+                fetch(i + STAGES, refill)
+
+            return acc, new_top, total, next_refill
+
+        top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
+        total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
+        if sinks_ref is not None:  # as a key without a value before the first
+            sinks = plgpu.load(sinks_ref.at[head], layout=ROW_LAYOUT, optimized=False)
+            sinks += jnp.where(begin == 0, 0.0, -jnp.inf)
+            top = jnp.maximum(top, jnp.round(sinks))
+            total += jnp.exp2(sinks - top)
+        acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
+        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, units_of(begin + STAGES)))
+
+        acc /= over_rows(jnp.where(total > 0, total, 1.0), acc.shape)
+        lse = (top + jnp.log2(total)) / LOG2E
+        is_whole = end - begin == blocks
+
+        @pl.when(is_whole)
+        def _final() -> None:
+            q_smem[...] = acc.astype(q_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
+            lse_ref.at[tile, head][...] = lse
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _piece() -> None:
+            part = 2 * cta + (begin == 0)
+            parts_ref.at[part][...] = acc
+            parts_lse_ref.at[part][...] = lse
+
+
+def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
+    """`acc + p @ v`. The interpreter knows neither wgmma with a left operand in registers nor a filled accumulator."""
+    if p_smem is None:
+        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v))(plgpu.ACC.init(acc))
+    p_smem[...] = p
+    plgpu.commit_smem()
+
+    def product(product_acc: Any) -> Array:
+        plgpu.wgmma(product_acc, p_smem, v)
+        return product_acc[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _merge(
+    ctas: Int[Array, "ctas 5"],
+    parts: Float32[Array, "parts rows head_dim"],
+    lse: Float32[Array, "parts rows"],
+    dtype: jax.typing.DTypeLike,
+    interpret: Any,
+) -> tuple[Float[Array, "ctas rows head_dim"], Float32[Array, "ctas rows"]]:
+    """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
+    num_ctas, shape = len(ctas), parts.shape[1:]
+    size = math.prod(shape)
+    chunk = min(size, MERGE_CHUNK)
+    lse = jnp.broadcast_to(lse[..., None], parts.shape)  # beside every value: the merge is then elementwise
+    out, out_lse = plgpu.kernel(
+        _merge_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((num_ctas, size // chunk, chunk), dtype),
+            jax.ShapeDtypeStruct((num_ctas, size // chunk, chunk), jnp.float32),
+        ),
+        grid=(num_ctas, size // chunk),
+        grid_names=("cta", "chunk"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(ctas, parts.reshape(-1, size // chunk, chunk), lse.reshape(-1, size // chunk, chunk))
+    return out.reshape(num_ctas, *shape), out_lse.reshape(num_ctas, *shape)[..., 0]
+
+
+def _merge_kernel(ctas_ref: Any, parts_ref: Any, lse_ref: Any, out_ref: Any, out_lse_ref: Any) -> None:
+    cta, chunk = lax.axis_index("cta"), lax.axis_index("chunk")
+    pieces = ctas_ref[cta, 4]
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry
+        loaded = []
+        for j in range(MERGE_UNROLL):
+            piece = i * MERGE_UNROLL + j
+            part = jnp.maximum(2 * (cta + jnp.minimum(piece, pieces - 1)), 2 * cta + 1)
+            lse = lse_ref[part, chunk] + jnp.where(piece < pieces, 0.0, -jnp.inf)
+            loaded.append((lse, parts_ref[part, chunk]))
+        new_top = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), top)
+        fade = jnp.exp(top - new_top)
+        total, acc = total * fade, acc * fade
+        for lse, part in loaded:
+            weight = jnp.exp(lse - new_top)
+            total, acc = total + weight, acc + weight * part
+        return new_top, total, acc
+
+    @pl.when(pieces > 0)
+    def _merge_item() -> None:
+        shape = out_ref.shape[2:]
+        top, total, acc = lax.fori_loop(
+            0,
+            lax.div(pieces + (MERGE_UNROLL - 1), jnp.int32(MERGE_UNROLL)),
+            step,
+            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
+        )
+        out_ref.at[cta, chunk][...] = (acc / total).astype(out_ref.dtype)
+        out_lse_ref.at[cta, chunk][...] = top + jnp.log(total)
