@@ -144,9 +144,10 @@ def attend(
         sink_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), -(-ROWS // group))[:, :ROWS] * LOG2E
 
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    swizzled = functools.partial(
-        plgpu.SMEM, dtype=q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
+
+    def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = q.dtype, columns: int = 64) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
     units = max(BLOCK // kv_pages.shape[2], 1)
     out, lse, parts, parts_lse = plgpu.kernel(
         functools.partial(
@@ -160,14 +161,18 @@ def attend(
         out_type=(
             jax.ShapeDtypeStruct(q_rows.shape, q.dtype),
             float32((num_tiles, kv_heads, ROWS)),
-            float32((2 * ctas, ROWS, head_dim)),
+            float32((2 * ctas, rows, head_dim)),
             float32((2 * ctas, ROWS)),
         ),
         scratch_types=[
-            swizzled((STAGES, BLOCK, 2 * head_dim)),
+            plgpu.RefUnion(
+                swizzled((STAGES, BLOCK, 2 * head_dim)),
+                swizzled((ROWS, head_dim), dtype=jnp.float32, columns=32),
+            ),
             swizzled((ROWS, head_dim)),
+            plgpu.SMEM((ROWS,), jnp.float32),
             swizzled((ROWS, BLOCK)) if interpret is not None else None,
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
             plgpu.Barrier(num_arrivals=units, num_barriers=STAGES),
         ],
         grid=(ctas,),
@@ -175,7 +180,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )(schedule.tiles, schedule.ctas, block_tables, sink_rows, q_rows, kv_pages)
-    merged, merged_lse = _merge(schedule.ctas, parts[:, :rows], parts_lse[:, :rows], q.dtype, interpret)
+    merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
 
     # Of each token's heads the rows, from an item's own output or from the merged pieces.
     tile = schedule.tile[:, None]
@@ -196,10 +201,11 @@ def _attend_kernel(
     kv_ref: Any,  # [pages, kv_heads, page_size, 2 * head_dim]
     out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
     lse_ref: Any,  # [tiles, kv_heads, ROWS]
-    parts_ref: Any,  # [2 * ctas, ROWS, head_dim]
+    parts_ref: Any,  # [2 * ctas, rows, head_dim]
     parts_lse_ref: Any,  # [2 * ctas, ROWS]
-    kv_smem: Any,
+    kv_or_part_smem: Any,
     q_smem: Any,
+    row_smem: Any,
     p_smem: Any,
     q_barrier: Any,
     kv_barriers: Any,
@@ -213,6 +219,7 @@ def _attend_kernel(
     _, kv_heads, rows, head_dim = q_ref.shape
     page_size = kv_ref.shape[2]
     unit = min(page_size, BLOCK)
+    kv_smem, part_smem = kv_or_part_smem
     wgmma_layout = plgpu.Layout.WGMMA
     cta = lax.axis_index("cta")
     share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
@@ -245,6 +252,8 @@ def _attend_kernel(
                 plgpu.copy_gmem_to_smem(source, kv_smem.at[slot, pl.ds(j * unit, unit)], kv_barriers.at[slot])
 
         plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
+        if sinks_ref is not None:
+            plgpu.copy_gmem_to_smem(sinks_ref.at[head], row_smem, q_barrier)
         for ahead in range(STAGES):
 
             @pl.when(begin + ahead < end)
@@ -311,7 +320,7 @@ def _attend_kernel(
         top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
         total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
         if sinks_ref is not None:  # as a key without a value before the first
-            sinks = plgpu.load(sinks_ref.at[head], layout=ROW_LAYOUT, optimized=False)
+            sinks = plgpu.layout_cast(row_smem[...], ROW_LAYOUT)
             sinks += jnp.where(begin == 0, 0.0, -jnp.inf)
             top = jnp.maximum(top, jnp.round(sinks))
             total += jnp.exp2(sinks - top)
@@ -322,19 +331,24 @@ def _attend_kernel(
         lse = (top + jnp.log2(total)) / LOG2E
         is_whole = end - begin == blocks
 
+        row_smem[...] = lse
+
         @pl.when(is_whole)
         def _final() -> None:
             q_smem[...] = acc.astype(q_smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
-            lse_ref.at[tile, head][...] = lse
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(row_smem, lse_ref.at[tile, head])
 
         @pl.when(jnp.logical_not(is_whole))
         def _piece() -> None:
             part = 2 * cta + (begin == 0)
-            parts_ref.at[part][...] = acc
-            parts_lse_ref.at[part][...] = lse
+            part_smem[...] = acc
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, rows)], parts_ref.at[part])
+            plgpu.copy_smem_to_gmem(row_smem, parts_lse_ref.at[part])
+
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
