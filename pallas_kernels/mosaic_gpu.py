@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
+from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of an item
@@ -59,13 +59,13 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
 
-    Raises NotImplementedError for sizes that the kernels do not compute.
+    Raises NotImplementedError for scaled pages.
     """
     if k_scale is not None or v_scale is not None:
         raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
     interpret, ctas = None, INTERPRETED_CTAS
     if jax.default_backend() == "cpu":
-        interpret = plgpu.InterpretGPUParams()
+        interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
         # As CPUs store pages: bit patterns, perhaps stacked.
         kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
     else:
@@ -86,17 +86,27 @@ def paged_attention(
     )
 
 
-def why_not(heads: int, kv_pages_shape: tuple[int, ...], head_dim: int) -> str | None:
-    """Why the kernels do not compute attention of these sizes, None if they do."""
-    _, kv_heads, slots, width = kv_pages_shape
-    if head_dim not in (64, 128):
-        return f"it computes head_dim 64 and 128, not {head_dim}"
-    if width != 2 * head_dim:
-        return "it reads pages with K and V side by side, not stacked ones"
-    if slots % 8 or (BLOCK % slots and slots % BLOCK):
-        return f"it reads pages of 8, 16, 32 tokens and of multiples of {BLOCK}, not of {slots}"
-    if heads // kv_heads > ROWS:
-        return f"it computes up to {ROWS} query heads per KV head, not {heads // kv_heads}"
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+    """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
+    if platform == "cpu":
+        if not hasattr(plgpu, "InterpretGPUParams"):
+            return f"on CPU it is interpreted, by JAX 0.11 or newer, and this is {jax.__version__}"
+    elif platform != "gpu":
+        return f"it runs on Hopper GPUs, not on {platform}"
+    elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
+        return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
+    stored = "uint16" if platform == "cpu" else "bfloat16"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
+            return f"it does not read {jnp.dtype(dtype).name}"
+    if gqa is None:
+        return "it does not compute latent attention"
+    if gqa.head_dim not in (64, 128):
+        return f"it computes head_dim 64 and 128, not {gqa.head_dim}"
+    if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
+    if gqa.heads // gqa.kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {gqa.heads // gqa.kv_heads}"
     return None
 
 
@@ -118,8 +128,6 @@ def attend(
     """`paged_attention` with `ctas` thread blocks; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
     tokens, heads, head_dim = q.shape
     kv_heads = kv_pages.shape[1]
-    if reason := why_not(heads, kv_pages.shape, head_dim):
-        raise NotImplementedError(f"attention implementation 'mosaic_gpu' cannot do this: {reason}")
     group = heads // kv_heads
     tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
     rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
@@ -129,7 +137,7 @@ def attend(
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
-        unit=min(page_size_of(kv_pages, head_dim), BLOCK),
+        unit=min(kv_pages.shape[2], BLOCK),
         window=window,
         ctas=ctas,
     )
@@ -177,7 +185,7 @@ def attend(
         ],
         grid=(ctas,),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({} if interpret is None else {"interpret": interpret}),
     )(schedule.tiles, schedule.ctas, block_tables, sink_rows, q_rows, kv_pages)
     merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
@@ -362,7 +370,7 @@ def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
         plgpu.wgmma(product_acc, p_smem, v)
         return product_acc[...]
 
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(product, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
 
 
 def _merge(
@@ -385,7 +393,7 @@ def _merge(
         ),
         grid=(num_ctas, size // chunk),
         grid_names=("cta", "chunk"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({} if interpret is None else {"interpret": interpret}),
     )(ctas, parts.reshape(-1, size // chunk, chunk), lse.reshape(-1, size // chunk, chunk))
     return out.reshape(num_ctas, *shape), out_lse.reshape(num_ctas, *shape)[..., 0]

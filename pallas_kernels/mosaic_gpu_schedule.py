@@ -81,7 +81,9 @@ def make_schedule(
     item_begin = jnp.cumsum(item_blocks) - item_blocks
     cut_by, ends_in = item_begin // share, (item_begin + item_blocks - 1) // share
     last_item = item_at(end - 1)
-    pieces = jnp.where((begin < end) & (cut_by[last_item] == jnp.arange(ctas)), ends_in[last_item] - jnp.arange(ctas) + 1, 0)
+    pieces = jnp.where(
+        (begin < end) & (cut_by[last_item] == jnp.arange(ctas)), ends_in[last_item] - jnp.arange(ctas) + 1, 0
+    )
 
     token = jnp.arange(tokens)
     token_seq = _find(query_starts[1:], token)

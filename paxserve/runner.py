@@ -15,7 +15,7 @@ from paxserve.config import EngineConfig
 from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
 from paxserve.pack import pack, pack_sampling, sampling_key
-from paxserve.pallas_kernels import choose_implementation
+from paxserve.pallas_kernels import GQASizes, choose_implementation
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
 from paxserve.scheduler import PlannedRow, StepPlan
@@ -42,13 +42,14 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
     Raises NotImplementedError if the attention implementation that the options name cannot do what is asked.
     """
     dtype = model.dtype if config.dtype == "auto" else config.dtype
+    sizes = GQASizes(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
     return ProgramBuilder(
         model,
         make_mesh(devices=[device]),
         dtype=dtype,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=choose_implementation(config.attention, device.platform, dtype),
+        attention=choose_implementation(config.attention, device.platform, dtype, gqa=None if model.mla else sizes),
     )
 
 
