@@ -1,7 +1,7 @@
 """Paged attention for NVIDIA Hopper: TMA page loads and wgmma, in Pallas Mosaic GPU.
 
-One kernel computes decodes and prefills of a ragged batch. The grid is persistent, CTAS_PER_SM thread blocks per
-multiprocessor, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
+One kernel computes decodes and prefills of a ragged batch. The grid is persistent, as many thread blocks as fit
+the multiprocessors, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
 warpgroup and goes through its items one after the other:
 
     q_smem    the item's query rows, row r being head r % group of token r // group; then its output
@@ -33,8 +33,6 @@ from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of an item
 STAGES = 2
-CTAS_PER_SM = 2
-MERGE_CHUNK = 1024  # values of a piece that one thread block merges
 MERGE_UNROLL = 4  # pieces whose loads are in flight together
 INTERPRETED_CTAS = 5
 LOG2E = math.log2(math.e)
@@ -69,7 +67,7 @@ def paged_attention(
         # As CPUs store pages: bit patterns, perhaps stacked.
         kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
     else:
-        ctas = CTAS_PER_SM * jax.devices()[0].core_count
+        ctas = ctas_per_sm(q.shape[-1]) * jax.local_devices()[0].core_count
     return attend(
         q,
         kv_pages,
@@ -84,6 +82,11 @@ def paged_attention(
         ctas=ctas,
         interpret=interpret,
     )
+
+
+def ctas_per_sm(head_dim: int) -> int:
+    """Thread blocks that fit a multiprocessor's shared memory (head_dim 128) and registers (64)."""
+    return 2 if head_dim == 128 else 3
 
 
 def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
@@ -127,17 +130,18 @@ def attend(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """`paged_attention` with `ctas` thread blocks; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
     tokens, heads, head_dim = q.shape
-    kv_heads = kv_pages.shape[1]
+    num_pages, kv_heads, page_size, width = kv_pages.shape
     group = heads // kv_heads
     tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
     rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
+    unit = min(page_size, BLOCK)
     schedule = make_schedule(
         context_lens,
         query_starts,
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
-        unit=min(kv_pages.shape[2], BLOCK),
+        unit=unit,
         window=window,
         ctas=ctas,
     )
@@ -156,7 +160,6 @@ def attend(
     def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = q.dtype, columns: int = 64) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
 
-    units = max(BLOCK // kv_pages.shape[2], 1)
     out, lse, parts, parts_lse = plgpu.kernel(
         functools.partial(
             _attend_kernel,
@@ -181,13 +184,21 @@ def attend(
             plgpu.SMEM((ROWS,), jnp.float32),
             swizzled((ROWS, BLOCK)) if interpret is not None else None,
             plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
-            plgpu.Barrier(num_arrivals=units, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
         ],
         grid=(ctas,),
         grid_names=("cta",),
+        kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({} if interpret is None else {"interpret": interpret}),
-    )(schedule.tiles, schedule.ctas, block_tables, sink_rows, q_rows, kv_pages)
+    )(
+        schedule.tiles,
+        schedule.ctas,
+        block_tables,
+        sink_rows,
+        q_rows,
+        kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
+    )
     merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
 
     # Of each token's heads the rows, from an item's own output or from the merged pieces.
@@ -206,7 +217,7 @@ def _attend_kernel(
     tables_ref: Any,  # [seqs, max_pages]
     sinks_ref: Any,  # [kv_heads, ROWS], in base 2, or None
     q_ref: Any,  # [tiles, kv_heads, rows, head_dim]
-    kv_ref: Any,  # [pages, kv_heads, page_size, 2 * head_dim]
+    kv_ref: Any,  # [pages, kv_heads, units, unit, 2 * head_dim]
     out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
     lse_ref: Any,  # [tiles, kv_heads, ROWS]
     parts_ref: Any,  # [2 * ctas, rows, head_dim]
@@ -225,8 +236,7 @@ def _attend_kernel(
     interpret: bool,
 ) -> None:
     _, kv_heads, rows, head_dim = q_ref.shape
-    page_size = kv_ref.shape[2]
-    unit = min(page_size, BLOCK)
+    units, unit = kv_ref.shape[2:4]  # of a page
     kv_smem, part_smem = kv_or_part_smem
     wgmma_layout = plgpu.Layout.WGMMA
     cta = lax.axis_index("cta")
@@ -244,20 +254,16 @@ def _attend_kernel(
         end = jnp.minimum(share_end - item_begin, blocks)
         last_unit = lax.div(end_key - 1, jnp.int32(unit))
 
-        def units_of(i: Array) -> tuple[tuple[Array, Array], ...]:
-            """Page and offset of each unit of block i; past the last unit that one again, which is masked."""
-            found = []
-            for j in range(BLOCK // unit):
-                index = jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit)
-                per_page = jnp.int32(page_size // unit)
-                found.append((tables_ref[seq, lax.div(index, per_page)], lax.rem(index, per_page) * unit))
-            return tuple(found)
+        def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
+            """The page of each unit of block i and its place there; past the last unit that one again, masked."""
+            index = [jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit) for j in range(BLOCK // unit)]
+            return tuple((tables_ref[seq, lax.div(x, jnp.int32(units))], lax.rem(x, jnp.int32(units))) for x in index)
 
-        def fetch(i: Array, units: tuple[tuple[Array, Array], ...]) -> None:
+        def fetch(i: Array, places: tuple[tuple[Array, Array], ...]) -> None:
             slot = lax.rem(i, jnp.int32(STAGES))
-            for j, (page, offset) in enumerate(units):
-                source = kv_ref.at[page, head] if unit == page_size else kv_ref.at[page, head, pl.ds(offset, unit)]
-                plgpu.copy_gmem_to_smem(source, kv_smem.at[slot, pl.ds(j * unit, unit)], kv_barriers.at[slot])
+            for j, (page, place) in enumerate(places):
+                block = kv_smem.at[slot, pl.ds(j * unit, unit)]
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
 
         plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
         if sinks_ref is not None:
@@ -266,16 +272,13 @@ def _attend_kernel(
 
             @pl.when(begin + ahead < end)
             def _first(ahead: int = ahead) -> None:
-                fetch(begin + ahead, units_of(begin + ahead))
+                fetch(begin + ahead, locate(begin + ahead))
 
         plgpu.barrier_wait(q_barrier)
 
-        token = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 0, layout=wgmma_layout), jnp.int32(group))
-        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=wgmma_layout)
-
         def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, top, total, refill = carry
-            next_refill = units_of(i + STAGES + 1)
+            next_refill = locate(i + STAGES + 1)
             slot = lax.rem(i, jnp.int32(STAGES))
             block_key = first_unit * unit + i * BLOCK
             plgpu.barrier_wait(kv_barriers.at[slot])
@@ -303,6 +306,8 @@ def _attend_kernel(
                 s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E * scale / soft_cap)) + 1))
 
             def mask(s: Array) -> Array:
+                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=wgmma_layout) for axis in (0, 1))
+                token = lax.div(row, jnp.int32(group))
                 visible = column - token <= position - block_key
                 if has_window:
                     visible &= column - token >= first_key - block_key
@@ -333,7 +338,7 @@ def _attend_kernel(
             top = jnp.maximum(top, jnp.round(sinks))
             total += jnp.exp2(sinks - top)
         acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
-        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, units_of(begin + STAGES)))
+        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + STAGES)))
 
         acc /= over_rows(jnp.where(total > 0, total, 1.0), acc.shape)
         lse = (top + jnp.log2(total)) / LOG2E
@@ -381,22 +386,22 @@ def _merge(
     interpret: Any,
 ) -> tuple[Float[Array, "ctas rows head_dim"], Float32[Array, "ctas rows"]]:
     """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
-    num_ctas, shape = len(ctas), parts.shape[1:]
-    size = math.prod(shape)
-    chunk = min(size, MERGE_CHUNK)
+    num_ctas, (rows, head_dim) = len(ctas), parts.shape[1:]
+    chunks, chunk = rows // 8, 8 * head_dim  # of 8 rows, one for each thread block
     lse = jnp.broadcast_to(lse[..., None], parts.shape)  # beside every value: the merge is then elementwise
     out, out_lse = plgpu.kernel(
         _merge_kernel,
         out_type=(
-            jax.ShapeDtypeStruct((num_ctas, size // chunk, chunk), dtype),
-            jax.ShapeDtypeStruct((num_ctas, size // chunk, chunk), jnp.float32),
+            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), dtype),
+            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), jnp.float32),
         ),
-        grid=(num_ctas, size // chunk),
+        grid=(num_ctas, chunks),
         grid_names=("cta", "chunk"),
+        kernel_name="merge_pieces",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({} if interpret is None else {"interpret": interpret}),
-    )(ctas, parts.reshape(-1, size // chunk, chunk), lse.reshape(-1, size // chunk, chunk))
-    return out.reshape(num_ctas, *shape), out_lse.reshape(num_ctas, *shape)[..., 0]
+    )(ctas, parts.reshape(-1, chunks, chunk), lse.reshape(-1, chunks, chunk))
+    return out.reshape(num_ctas, rows, head_dim), out_lse.reshape(num_ctas, rows, head_dim)[..., 0]
 
 
 def _merge_kernel(ctas_ref: Any, parts_ref: Any, lse_ref: Any, out_ref: Any, out_lse_ref: Any) -> None:

@@ -136,6 +136,12 @@ def assert_close(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarr
         np.testing.assert_allclose(a, e, atol=atol, rtol=atol)
 
 
+def assert_half_close(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+    """Of 16-bit attention: the output to a rounding or two of bfloat16, the log-sum-exp as float32 gives it."""
+    np.testing.assert_allclose(actual[0], expected[0], atol=2**-7, rtol=2**-7)
+    np.testing.assert_allclose(actual[1], expected[1], atol=2e-6, rtol=2e-6)
+
+
 MIXED = {"queries": (1, 0, 5, 33, 1, 16, 1), "contexts": (1, 0, 5, 49, 16, 17, 70)}
 CASES = {
     "mixed": Case(**MIXED),
@@ -201,10 +207,7 @@ INTERPRETED_CASES = {
 @pytest.mark.parametrize("case", INTERPRETED_CASES.values(), ids=INTERPRETED_CASES.keys())
 def test_interpreted_matches_numpy(case: Case, implementation: str) -> None:
     needs_interpreter()
-    out, lse = case.run(implementation)
-    expected, expected_lse = case.numpy()
-    assert np.abs(out - expected).max() < 2**-6
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
+    assert_half_close(case.run(implementation), case.numpy())
 
 
 @pytest.mark.parametrize(("implementation", "kind"), FAST)
