@@ -22,7 +22,7 @@ class Schedule(NamedTuple):
         before which its first token sees none.
     ctas: of each thread block the first block and the end of its share, its first item and the end of its items, and
         the pieces of the item that begins in its share and ends in another's; 0 if there is none.
-    rows: the token of each tile's first row; its other rows follow.
+    first_token: of each tile.
     tile, row: of each token its tile and its place in it.
     cut_by: of each item the thread block with the beginning, if it was cut, else -1.
     """
@@ -77,9 +77,8 @@ def make_schedule(
         of = _find(block_ends, block)
         return of * kv_heads + (block - first_block[of]) // jnp.maximum(blocks[of], 1)
 
-    item_blocks = jnp.repeat(blocks, kv_heads, total_repeat_length=num_tiles * kv_heads)
-    item_begin = jnp.cumsum(item_blocks) - item_blocks
-    cut_by, ends_in = item_begin // share, (item_begin + item_blocks - 1) // share
+    item_begin = first_block[:, None] + jnp.arange(kv_heads) * blocks[:, None]  # [tiles, kv_heads]
+    cut_by, ends_in = (item_begin // share).reshape(-1), ((item_begin + blocks[:, None] - 1) // share).reshape(-1)
     last_item = item_at(end - 1)
     pieces = jnp.where(
         (begin < end) & (cut_by[last_item] == jnp.arange(ctas)), ends_in[last_item] - jnp.arange(ctas) + 1, 0
