@@ -7,6 +7,7 @@ from paxserve.pallas_kernels.api import (
     paged_attention,
 )
 from paxserve.pallas_kernels.layout import (
+    GQASizes,
     copy_pages,
     gqa_pages_shape,
     init_gqa_pages,
@@ -20,6 +21,7 @@ from paxserve.pallas_kernels.layout import (
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "GQASizes",
     "choose_implementation",
     "copy_pages",
     "gqa_pages_shape",

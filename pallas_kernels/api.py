@@ -1,16 +1,20 @@
 """The public entry to paged attention: checks the arguments and picks an implementation."""
 
+import functools
 import importlib
 import importlib.util
+import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, page_size_of
+from paxserve.pallas_kernels.layout import GQASizes, Scale, page_size_of
 
-IMPLEMENTATIONS = ("reference", "xla", "numba_cpu")
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("reference", "xla", "numba_cpu", "mosaic_gpu")
 """The modules with implementations; each is imported when it is used."""
 
 
@@ -55,7 +59,7 @@ def paged_attention(
         )
     _, heads, head_dim = q.shape
     kv_heads, seqs = kv_pages.shape[1], block_tables.shape[0]
-    page_size_of(kv_pages, head_dim)
+    page_size = page_size_of(kv_pages, head_dim)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
     _check_batch(seqs, context_lens, query_starts, soft_cap, max_query_len)
@@ -65,7 +69,8 @@ def paged_attention(
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype)
+    sizes = GQASizes(heads, kv_heads, head_dim, page_size)
+    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype, gqa=sizes)
     return _module(chosen).paged_attention(
         q,
         kv_pages,
@@ -161,19 +166,44 @@ def _check_batch(
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
 
 
-def choose_implementation(implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike) -> str:
+def choose_implementation(
+    implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike, gqa: GQASizes | None = None
+) -> str:
     """The implementation in effect on a platform for queries and pages of these dtypes.
 
-    None is "numba_cpu" on CPU where Numba is installed (the extra "cpu") and reads the dtypes, and "xla" elsewhere. Raises
-    ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
+    gqa: the sizes of grouped-query attention; None is latent attention.
+
+    None is the platform's own, "numba_cpu" on CPU (where the extra "cpu" is installed) and "mosaic_gpu" on GPU, if that
+    can do what is asked, and else "xla"; the log says why, once. Raises ValueError for an unknown implementation, and
+    NotImplementedError, saying why, for one that cannot do what is asked.
     """
     if implementation is None:
-        return "xla" if _why_not_numba_cpu(platform, *dtypes) else "numba_cpu"
+        own = {"cpu": "numba_cpu", "gpu": "mosaic_gpu"}.get(platform, "xla")
+        if reason := _why_not(own, platform, dtypes, gqa):
+            _say_once(f"attention is computed by 'xla', not by {own!r}: {reason}")
+            return "xla"
+        return own
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
-    if implementation == "numba_cpu" and (reason := _why_not_numba_cpu(platform, *dtypes)):
-        raise NotImplementedError(f"attention implementation 'numba_cpu' is not available: {reason}")
+    if reason := _why_not(implementation, platform, dtypes, gqa):
+        raise NotImplementedError(f"attention implementation {implementation!r} is not available: {reason}")
     return implementation
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
+
+
+def _why_not(
+    implementation: str, platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None
+) -> str | None:
+    """Why an implementation cannot do what is asked; None if it can."""
+    if implementation == "numba_cpu":
+        return _why_not_numba_cpu(platform, *dtypes)
+    if implementation == "mosaic_gpu":
+        return _module("mosaic_gpu").why_not(platform, dtypes, gqa)
+    return None
 
 
 def _why_not_numba_cpu(platform: str, *dtypes: jax.typing.DTypeLike) -> str | None:

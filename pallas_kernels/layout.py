@@ -17,11 +17,23 @@ to float32, which converts the WHOLE array around each of them (75 ms instead of
 a 190 MB cache); on integers they happen in place. `storage_dtype` is the array's dtype, `load` gives values back.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 Scale = float | Float[Array, ""]
+
+
+@dataclass(frozen=True)
+class GQASizes:
+    """The sizes of grouped-query attention that not every implementation computes."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
 
 
 def stacks_kv(platform: str) -> bool:

@@ -16,7 +16,7 @@ from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
 from paxserve.models.config_quantization import check_quantization
 from paxserve.pack import pack, pack_sampling, sampling_key
-from paxserve.pallas_kernels import choose_implementation
+from paxserve.pallas_kernels import GQASizes, choose_implementation
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
 from paxserve.scheduler import PlannedRow, StepPlan
@@ -45,6 +45,7 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
     """
     check_quantization(config.quantization, model)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
+    sizes = GQASizes(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
     return ProgramBuilder(
         model,
         make_mesh(devices=[device]),
@@ -52,7 +53,7 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
         quantization=config.quantization,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=choose_implementation(config.attention, device.platform, dtype),
+        attention=choose_implementation(config.attention, device.platform, dtype, gqa=None if model.mla else sizes),
     )
 
 

@@ -1,0 +1,437 @@
+"""Paged attention for NVIDIA Hopper: TMA page loads and wgmma, in Pallas Mosaic GPU.
+
+One kernel computes decodes and prefills of a ragged batch. The grid is persistent, as many thread blocks as fit
+the multiprocessors, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
+warpgroup and goes through its items one after the other:
+
+    q_smem    the item's query rows, row r being head r % group of token r // group; then its output
+    kv_smem   a ring of STAGES blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
+              page or 64 tokens of a longer one
+    loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
+              refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
+
+64 rows are wgmma's least: a decode fills `group` of them, which is still less work than reading the keys. An item that
+lies in one share is final; the pieces of others go to `parts` and a second kernel merges them by their log-sum-exp.
+
+Maxima are rounded to integers, so that every rescaling is by a power of two: P is then rounded to 16 bits alike wherever
+an item was cut, and a result does not depend on the rest of the batch but for the order of float32 sums.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int, Num
+
+from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
+
+ROWS = 64  # query rows of an item
+STAGES = 2
+MERGE_UNROLL = 4  # pieces whose loads are in flight together
+INTERPRETED_CTAS = 5
+LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+    max_query_len: int | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
+
+    Raises NotImplementedError for scaled pages.
+    """
+    if k_scale is not None or v_scale is not None:
+        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
+    interpret, ctas = None, INTERPRETED_CTAS
+    if jax.default_backend() == "cpu":
+        interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
+        # As CPUs store pages: bit patterns, perhaps stacked.
+        kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
+    else:
+        ctas = ctas_per_sm(q.shape[-1]) * jax.local_devices()[0].core_count
+    return attend(
+        q,
+        kv_pages,
+        block_tables,
+        context_lens,
+        query_starts,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        max_query_len=max_query_len,
+        ctas=ctas,
+        interpret=interpret,
+    )
+
+
+def ctas_per_sm(head_dim: int) -> int:
+    """Thread blocks that fit a multiprocessor's shared memory (head_dim 128) and registers (64)."""
+    return 2 if head_dim == 128 else 3
+
+
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+    """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
+    if platform == "cpu":
+        if not hasattr(plgpu, "InterpretGPUParams"):
+            return f"on CPU it is interpreted, by JAX 0.11 or newer, and this is {jax.__version__}"
+    elif platform != "gpu":
+        return f"it runs on Hopper GPUs, not on {platform}"
+    elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
+        return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
+    stored = "uint16" if platform == "cpu" else "bfloat16"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
+            return f"it does not read {jnp.dtype(dtype).name}"
+    if gqa is None:
+        return "it does not compute latent attention"
+    if gqa.head_dim not in (64, 128):
+        return f"it computes head_dim 64 and 128, not {gqa.head_dim}"
+    if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
+    if gqa.heads // gqa.kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {gqa.heads // gqa.kv_heads}"
+    return None
+
+
+def attend(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Float[Array, "pages kv_heads page_size two_head_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    max_query_len: int | None = None,
+    ctas: int,
+    interpret: Any = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """`paged_attention` with `ctas` thread blocks; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
+    tokens, heads, head_dim = q.shape
+    num_pages, kv_heads, page_size, width = kv_pages.shape
+    group = heads // kv_heads
+    tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
+    rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
+    unit = min(page_size, BLOCK)
+    schedule = make_schedule(
+        context_lens,
+        query_starts,
+        tokens=tokens,
+        tile_tokens=tile_tokens,
+        kv_heads=kv_heads,
+        unit=unit,
+        window=window,
+        ctas=ctas,
+    )
+    num_tiles = len(schedule.tiles)
+
+    token = schedule.first_token[:, None] + jnp.arange(rows) // group  # [tiles, rows]
+    by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
+    q_rows = by_head[:, jnp.minimum(token, tokens - 1), jnp.arange(rows) % group]  # [kv_heads, tiles, rows, head_dim]
+    q_rows = q_rows.swapaxes(0, 1)
+    sink_rows = None
+    if sinks is not None:
+        sink_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), -(-ROWS // group))[:, :ROWS] * LOG2E
+
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = q.dtype, columns: int = 64) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+    out, lse, parts, parts_lse = plgpu.kernel(
+        functools.partial(
+            _attend_kernel,
+            group=group,
+            scale=scale,
+            soft_cap=soft_cap,
+            has_window=window is not None,
+            interpret=interpret is not None,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct(q_rows.shape, q.dtype),
+            float32((num_tiles, kv_heads, ROWS)),
+            float32((2 * ctas, rows, head_dim)),
+            float32((2 * ctas, ROWS)),
+        ),
+        scratch_types=[
+            plgpu.RefUnion(
+                swizzled((STAGES, BLOCK, 2 * head_dim)),
+                swizzled((ROWS, head_dim), dtype=jnp.float32, columns=32),
+            ),
+            swizzled((ROWS, head_dim)),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            swizzled((ROWS, BLOCK)) if interpret is not None else None,
+            plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
+            plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
+        ],
+        grid=(ctas,),
+        grid_names=("cta",),
+        kernel_name="paged_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(
+        schedule.tiles,
+        schedule.ctas,
+        block_tables,
+        sink_rows,
+        q_rows,
+        kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
+    )
+    merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
+
+    # Of each token's heads the rows, from an item's own output or from the merged pieces.
+    tile = schedule.tile[:, None]
+    kv_head, in_group = jnp.divmod(jnp.arange(heads), group)
+    row = schedule.row[:, None] * group + in_group  # [tokens, heads]
+    cut_by = schedule.cut_by.reshape(num_tiles, kv_heads)[tile, kv_head]
+    out = jnp.where((cut_by < 0)[..., None], out[tile, kv_head, row], merged[cut_by, row])
+    lse = jnp.where(cut_by < 0, lse[tile, kv_head, row], merged_lse[cut_by, row])
+    return jnp.where(tile[..., None] < 0, 0, out), jnp.where(tile < 0, -jnp.inf, lse)
+
+
+def _attend_kernel(
+    tiles_ref: Any,  # [tiles, 7]
+    ctas_ref: Any,  # [ctas, 5]
+    tables_ref: Any,  # [seqs, max_pages]
+    sinks_ref: Any,  # [kv_heads, ROWS], in base 2, or None
+    q_ref: Any,  # [tiles, kv_heads, rows, head_dim]
+    kv_ref: Any,  # [pages, kv_heads, units, unit, 2 * head_dim]
+    out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
+    lse_ref: Any,  # [tiles, kv_heads, ROWS]
+    parts_ref: Any,  # [2 * ctas, rows, head_dim]
+    parts_lse_ref: Any,  # [2 * ctas, ROWS]
+    kv_or_part_smem: Any,
+    q_smem: Any,
+    row_smem: Any,
+    p_smem: Any,
+    q_barrier: Any,
+    kv_barriers: Any,
+    *,
+    group: int,
+    scale: float,
+    soft_cap: float | None,
+    has_window: bool,
+    interpret: bool,
+) -> None:
+    _, kv_heads, rows, head_dim = q_ref.shape
+    units, unit = kv_ref.shape[2:4]  # of a page
+    kv_smem, part_smem = kv_or_part_smem
+    wgmma_layout = plgpu.Layout.WGMMA
+    cta = lax.axis_index("cta")
+    share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
+
+    def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
+        return lax.broadcast_in_dim(x, shape, [0])
+
+    @pl.loop(ctas_ref[cta, 2], ctas_ref[cta, 3])
+    def _item(item: Array) -> None:
+        tile, head = lax.div(item, jnp.int32(kv_heads)), lax.rem(item, jnp.int32(kv_heads))
+        seq, first_block, blocks, first_unit, position, end_key, first_key = (tiles_ref[tile, i] for i in range(7))
+        item_begin = first_block + head * blocks
+        begin = jnp.maximum(share_begin - item_begin, 0)
+        end = jnp.minimum(share_end - item_begin, blocks)
+        last_unit = lax.div(end_key - 1, jnp.int32(unit))
+
+        def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
+            """The page of each unit of block i and its place there; past the last unit that one again, masked."""
+            index = [jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit) for j in range(BLOCK // unit)]
+            return tuple((tables_ref[seq, lax.div(x, jnp.int32(units))], lax.rem(x, jnp.int32(units))) for x in index)
+
+        def fetch(i: Array, places: tuple[tuple[Array, Array], ...]) -> None:
+            slot = lax.rem(i, jnp.int32(STAGES))
+            for j, (page, place) in enumerate(places):
+                block = kv_smem.at[slot, pl.ds(j * unit, unit)]
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
+
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
+        if sinks_ref is not None:
+            plgpu.copy_gmem_to_smem(sinks_ref.at[head], row_smem, q_barrier)
+        for ahead in range(STAGES):
+
+            @pl.when(begin + ahead < end)
+            def _first(ahead: int = ahead) -> None:
+                fetch(begin + ahead, locate(begin + ahead))
+
+        plgpu.barrier_wait(q_barrier)
+
+        def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            acc, top, total, refill = carry
+            next_refill = locate(i + STAGES + 1)
+            slot = lax.rem(i, jnp.int32(STAGES))
+            block_key = first_unit * unit + i * BLOCK
+            plgpu.barrier_wait(kv_barriers.at[slot])
+            k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
+            v = kv_smem.at[slot, :, pl.ds(head_dim, head_dim)]
+
+            @pl.when(block_key + BLOCK > end_key)
+            def _clear_past_end() -> None:
+                key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, head_dim), 0, layout=wgmma_layout)
+                values = plgpu.layout_cast(v[...], wgmma_layout)
+                v[...] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+            if interpret:  # the interpreter does not look for races of wgmma's operands: read them
+                _ = q_smem.at[pl.ds(0, rows)][...], k[...], v[...]
+
+            def scores(s_acc: Any) -> Array:
+                plgpu.wgmma(s_acc, q_smem, k.transpose((1, 0)))
+                return s_acc[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+            if soft_cap is None:
+                s *= scale * LOG2E
+            else:  # tanh by exp2: the hardware's own is good to 11 bits
+                s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E * scale / soft_cap)) + 1))
+
+            def mask(s: Array) -> Array:
+                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=wgmma_layout) for axis in (0, 1))
+                token = lax.div(row, jnp.int32(group))
+                visible = column - token <= position - block_key
+                if has_window:
+                    visible &= column - token >= first_key - block_key
+                return jnp.where(visible, s, -jnp.inf)
+
+            masked = block_key + BLOCK > position + 1
+            if has_window:
+                masked |= block_key < first_key + ROWS // group
+            s = lax.cond(masked, mask, lambda s: s, s)
+            new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
+            fade = jnp.exp2(top - new_top)
+            p = jnp.exp2(s - over_rows(new_top, s.shape))
+            total = total * fade + p.sum(axis=1)
+            acc *= over_rows(fade, acc.shape)
+            acc = _add_weighted(acc, p.astype(kv_smem.dtype), v, p_smem)
+
+            @pl.when(i + STAGES < end)
+            def _refill() -> None:
+                fetch(i + STAGES, refill)
+
+            return acc, new_top, total, next_refill
+
+        top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
+        total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
+        if sinks_ref is not None:  # as a key without a value before the first
+            sinks = plgpu.layout_cast(row_smem[...], ROW_LAYOUT)
+            sinks += jnp.where(begin == 0, 0.0, -jnp.inf)
+            top = jnp.maximum(top, jnp.round(sinks))
+            total += jnp.exp2(sinks - top)
+        acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
+        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + STAGES)))
+
+        acc /= over_rows(jnp.where(total > 0, total, 1.0), acc.shape)
+        lse = (top + jnp.log2(total)) / LOG2E
+        is_whole = end - begin == blocks
+
+        row_smem[...] = lse
+
+        @pl.when(is_whole)
+        def _final() -> None:
+            q_smem[...] = acc.astype(q_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
+            plgpu.copy_smem_to_gmem(row_smem, lse_ref.at[tile, head])
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _piece() -> None:
+            part = 2 * cta + (begin == 0)
+            part_smem[...] = acc
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, rows)], parts_ref.at[part])
+            plgpu.copy_smem_to_gmem(row_smem, parts_lse_ref.at[part])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
+    """`acc + p @ v`. The interpreter knows neither wgmma with a left operand in registers nor a filled accumulator."""
+    if p_smem is None:
+        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v))(plgpu.ACC.init(acc))
+    p_smem[...] = p
+    plgpu.commit_smem()
+
+    def product(product_acc: Any) -> Array:
+        plgpu.wgmma(product_acc, p_smem, v)
+        return product_acc[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
+
+
+def _merge(
+    ctas: Int[Array, "ctas 5"],
+    parts: Float32[Array, "parts rows head_dim"],
+    lse: Float32[Array, "parts rows"],
+    dtype: jax.typing.DTypeLike,
+    interpret: Any,
+) -> tuple[Float[Array, "ctas rows head_dim"], Float32[Array, "ctas rows"]]:
+    """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
+    num_ctas, (rows, head_dim) = len(ctas), parts.shape[1:]
+    chunks, chunk = rows // 8, 8 * head_dim  # of 8 rows, one for each thread block
+    lse = jnp.broadcast_to(lse[..., None], parts.shape)  # beside every value: the merge is then elementwise
+    out, out_lse = plgpu.kernel(
+        _merge_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), dtype),
+            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), jnp.float32),
+        ),
+        grid=(num_ctas, chunks),
+        grid_names=("cta", "chunk"),
+        kernel_name="merge_pieces",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(ctas, parts.reshape(-1, chunks, chunk), lse.reshape(-1, chunks, chunk))
+    return out.reshape(num_ctas, rows, head_dim), out_lse.reshape(num_ctas, rows, head_dim)[..., 0]
+
+
+def _merge_kernel(ctas_ref: Any, parts_ref: Any, lse_ref: Any, out_ref: Any, out_lse_ref: Any) -> None:
+    cta, chunk = lax.axis_index("cta"), lax.axis_index("chunk")
+    pieces = ctas_ref[cta, 4]
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry
+        loaded = []
+        for j in range(MERGE_UNROLL):
+            piece = i * MERGE_UNROLL + j
+            part = jnp.maximum(2 * (cta + jnp.minimum(piece, pieces - 1)), 2 * cta + 1)
+            lse = lse_ref[part, chunk] + jnp.where(piece < pieces, 0.0, -jnp.inf)
+            loaded.append((lse, parts_ref[part, chunk]))
+        new_top = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), top)
+        fade = jnp.exp(top - new_top)
+        total, acc = total * fade, acc * fade
+        for lse, part in loaded:
+            weight = jnp.exp(lse - new_top)
+            total, acc = total + weight, acc + weight * part
+        return new_top, total, acc
+
+    @pl.when(pieces > 0)
+    def _merge_item() -> None:
+        shape = out_ref.shape[2:]
+        top, total, acc = lax.fori_loop(
+            0,
+            lax.div(pieces + (MERGE_UNROLL - 1), jnp.int32(MERGE_UNROLL)),
+            step,
+            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
+        )
+        out_ref.at[cta, chunk][...] = (acc / total).astype(out_ref.dtype)
+        out_lse_ref.at[cta, chunk][...] = top + jnp.log(total)

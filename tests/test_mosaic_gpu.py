@@ -1,0 +1,213 @@
+"""Attention for Hopper GPUs: the division of its work, its kernels in JAX's interpreter, and what it refuses.
+
+That the kernels compile for the hardware is checked by scripts/compile_mosaic_gpu.py, and on a GPU by scripts/gpu_check.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_paged_attention import Case, assert_half_close, needs_interpreter
+
+from paxserve.pallas_kernels import GQASizes, api, choose_implementation, mosaic_gpu
+from paxserve.pallas_kernels.layout import load
+from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, Schedule, make_schedule
+
+LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
+BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
+
+
+SCHEDULE = jax.jit(make_schedule, static_argnames=("tokens", "tile_tokens", "kv_heads", "unit", "ctas"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=BATCHES,
+    window=st.integers(1, 400),
+    sizes=st.sampled_from([(1, 64, 40), (9, 8, 5), (16, 64, 7), (64, 16, 1)]),
+)
+def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, int, int]) -> None:
+    """Every KV head of every query token gets all blocks of its keys, once; shares are equal; pieces can be found."""
+    tile_tokens, unit, ctas = sizes
+    queries = np.asarray([min(query, tile_tokens) if tile_tokens == 1 else query for query, _ in rows])
+    contexts = np.where(queries > 0, queries + [before for _, before in rows], 0)
+    contexts[0] = 0  # padding, whatever its queries
+    starts, kv_heads, tokens = np.cumsum([0, *queries]), 2, 170
+    made = SCHEDULE(
+        jnp.asarray(contexts, jnp.int32),
+        jnp.asarray(starts, jnp.int32),
+        tokens=tokens,
+        tile_tokens=tile_tokens,
+        kv_heads=kv_heads,
+        unit=unit,
+        window=jnp.int32(window),
+        ctas=ctas,
+    )
+    schedule = Schedule(*(np.asarray(each) for each in made))
+
+    tile_blocks = schedule.tiles[:, 2]
+    total = int(tile_blocks.sum()) * kv_heads
+    owners: dict[tuple[int, int], list[int]] = {}
+    shares = []
+    for cta, (begin, end, first_item, end_item, _) in enumerate(schedule.ctas):
+        shares.append(end - begin)
+        for item in range(first_item, end_item):
+            tile, head = divmod(item, kv_heads)
+            item_begin = schedule.tiles[tile, 1] + head * tile_blocks[tile]
+            part = range(max(begin, item_begin), min(end, item_begin + tile_blocks[tile]))
+            assert part, "an item of a share has a block in it"
+            for block in part:
+                owners.setdefault((item, block - item_begin), []).append(cta)
+    assert sum(shares) == total
+    assert max(shares) <= max(-(-total // ctas), 1)
+    items = range(len(tile_blocks) * kv_heads)
+    assert owners.keys() == {(item, block) for item in items for block in range(tile_blocks[item // kv_heads])}
+    assert all(len(each) == 1 for each in owners.values())
+    for item in items:
+        ctas_of = [owners[item, block][0] for block in range(tile_blocks[item // kv_heads])]
+        if len(set(ctas_of)) > 1:
+            assert schedule.cut_by[item] == ctas_of[0]
+            assert schedule.ctas[ctas_of[0], 4] == len(set(ctas_of)) == ctas_of[-1] - ctas_of[0] + 1
+        elif ctas_of:
+            assert schedule.cut_by[item] == -1
+
+    for seq in range(len(rows)):
+        for i in range(queries[seq]):
+            token = starts[seq] + i
+            if contexts[seq] == 0:
+                assert schedule.tile[token] == -1
+                continue
+            of_seq, _, blocks, first_unit, position, end_key, first_key = schedule.tiles[schedule.tile[token]]
+            assert of_seq == seq
+            assert schedule.first_token[schedule.tile[token]] + schedule.row[token] == token
+            own = contexts[seq] - queries[seq] + i
+            assert position + schedule.row[token] == own < end_key <= contexts[seq]
+            visible_from = max(own - window + 1, 0)
+            assert max(first_key, 0) <= visible_from
+            assert max(first_key, 0) // unit == first_unit
+            assert first_unit * unit + blocks * BLOCK >= end_key > first_unit * unit + (blocks - 1) * BLOCK
+    assert (schedule.tile[starts[-1] :] == -1).all()
+
+
+def interpret(case: Case, *, ctas: int, **params: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Runs the kernels on `ctas` thread blocks in JAX's interpreter."""
+    needs_interpreter()
+    options = {"scale": case.head_dim**-0.5} | case.options
+
+    @jax.jit
+    def attend(*arrays: Any) -> Any:
+        return mosaic_gpu.attend(
+            *arrays,
+            **options,
+            ctas=ctas,
+            interpret=mosaic_gpu.plgpu.InterpretGPUParams(**params),  # type: ignore[attr-defined]
+        )
+
+    arrays = case.q, load(case.kv_pages), case.block_tables, case.context_lens, case.query_starts
+    out, lse = attend.lower(*arrays).compile({"xla_backend_optimization_level": 0})(*arrays)
+    return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+
+@pytest.mark.parametrize(
+    ("case", "ctas"),
+    [
+        (Case((1, 40, 1), (300, 70, 64), heads=4, kv_heads=1, head_dim=64, dtype=jnp.bfloat16), 7),
+        (Case((3, 1), (100, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 5),
+    ],
+    ids=["one kv head, cut often", "groups of 20, pages of 8"],
+)
+def test_no_races(case: Case, ctas: int) -> None:
+    """The interpreter raises if shared or global memory is read before it was written, or written by two at once."""
+    assert_half_close(interpret(case, ctas=ctas, detect_races=True), case.numpy())
+
+
+@settings(max_examples=4, deadline=None)
+@given(rows=BATCHES, window=st.integers(1, 90), seed=st.integers(0, 99))
+def test_drawn_batches(rows: list[tuple[int, int]], window: int, seed: int) -> None:
+    queries = tuple(query for query, _ in rows)
+    contexts = tuple(query + before if query else 0 for query, before in rows)
+    options = {"window": jnp.int32(window)}
+    case = Case(
+        queries, contexts, padding=170 - sum(queries), head_dim=64, dtype=jnp.bfloat16, options=options, seed=seed
+    )
+    case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 24 - case.block_tables.shape[1])))
+    case.kv_pages = jnp.pad(case.kv_pages, ((0, 100 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
+    needs_interpreter()
+    assert_half_close(case.run("mosaic_gpu"), case.numpy())
+
+
+def test_result_hardly_depends_on_how_the_work_is_cut() -> None:
+    """P is rounded alike wherever an item is cut: only the order of float32 sums differs."""
+    case = Case((1, 1), (700, 90), padding=0, heads=4, kv_heads=1, head_dim=64, dtype=jnp.float16)
+    out, lse = interpret(case, ctas=1)
+    cut, cut_lse = interpret(case, ctas=9)
+    assert np.mean(out != cut) < 0.02
+    np.testing.assert_allclose(lse, cut_lse, atol=1e-6)
+
+
+def test_window_does_not_read_pages_before_it() -> None:
+    """The engine frees pages a window has left: their block-table entries then point anywhere."""
+    needs_interpreter()
+    options = {"window": jnp.int32(20)}
+    case = Case((1, 4), (100, 90), head_dim=64, dtype=jnp.bfloat16, options=options)
+    expected = case.numpy()
+    case.block_tables[0, : (100 - 20) // 16] = 10**6
+    case.block_tables[1, : (90 - 4 + 1 - 20) // 16] = -1
+    assert_half_close(case.run("mosaic_gpu"), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 80}, "head_dim 64 and 128, not 80"),
+        ({"page_size": 24}, "not of 24"),
+        ({"heads": 8 * 65}, "up to 64 query heads per KV head, not 65"),
+    ],
+)
+def test_refused_sizes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str) -> None:
+    pretend_gpu(monkeypatch, "9.0")
+    sizes = GQASizes(**(vars(LLAMA) | changes))
+    with pytest.raises(NotImplementedError, match=message):
+        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, gqa=sizes)
+    assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=sizes) == "xla"
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> None:
+    device = type("GPU", (), {"compute_capability": compute_capability})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pretend_gpu(monkeypatch, "9.0")
+    assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=LLAMA) == "mosaic_gpu"
+    for dtype, gqa, message in (
+        (jnp.float32, LLAMA, "does not read float32"),
+        (jnp.bfloat16, None, "latent attention"),
+    ):
+        assert choose_implementation(None, "gpu", dtype, gqa=gqa) == "xla"
+        with pytest.raises(NotImplementedError, match=message):
+            choose_implementation("mosaic_gpu", "gpu", dtype, gqa=gqa)
+    with pytest.raises(NotImplementedError, match="Hopper GPUs, not on tpu"):
+        choose_implementation("mosaic_gpu", "tpu", jnp.bfloat16, gqa=LLAMA)
+
+    pretend_gpu(monkeypatch, "8.0")
+    api._say_once.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=LLAMA) == "xla"
+    assert [record.message for record in caplog.records] == [
+        "attention is computed by 'xla', not by 'mosaic_gpu': it runs on Hopper GPUs, of compute capability 9, not 8.0"
+    ]
+    with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' is not available: .* not 8\.0"):
+        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, gqa=LLAMA)
+
+
+def test_scaled_pages_are_refused() -> None:
+    case = Case((1,), (5,), head_dim=64, dtype=jnp.bfloat16)
+    needs_interpreter()
+    with pytest.raises(NotImplementedError, match="does not read scaled pages"):
+        case.run("mosaic_gpu", k_scale=jnp.float32(2))
