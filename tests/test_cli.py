@@ -172,7 +172,8 @@ def test_info_states_what_a_running_engine_uses(run, engine_flags):
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     engine = LLM(**engine_options(parser.parse_args([*engine_flags, "--dtype", "bfloat16"]))).engine
-    assert facts["dtypes"] == {"checkpoint": "float32", "weights": "bfloat16", "kv": "bfloat16"}
+    bfloat16 = dict.fromkeys(("weights", "kernels", "kv"), "bfloat16")
+    assert facts["dtypes"] == {"checkpoint": "float32", **bfloat16}
     assert facts["dtypes"]["kv"] == engine.runner.dtype.name
     assert facts["model"]["weight_bytes"] == engine.runner.weight_bytes
     assert facts["engine"]["scan_layers"] == engine.runner.scan_layers

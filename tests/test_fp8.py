@@ -30,6 +30,7 @@ HF = {
     "qwen3_moe": {**MODELS["qwen3_moe"], "hidden_size": 136, "moe_intermediate_size": 144},
     "deepseek_v3": {
         **MODELS["deepseek_v3_experts"],
+        "num_hidden_layers": 2,
         "hidden_size": 160,
         "moe_intermediate_size": 136,
         "kv_lora_rank": 136,
@@ -97,9 +98,7 @@ def test_a_byte_for_a_weight(tmp_path, name):
     assert {value.dtype for value in kernels.values()} == {np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
-@pytest.mark.parametrize(
-    ("name", "scan_layers"), [("qwen3", True), ("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)]
-)
+@pytest.mark.parametrize(("name", "scan_layers"), [("qwen3", False), ("deepseek_v3", True)])
 def test_logits(tmp_path, name, scan_layers):
     """A prefill, of more tokens than XLA:CPU has a special way for, and a decode step, against dequantised weights."""
     write(tmp_path, name)
