@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from paxserve.pallas_kernels.layout import Scale, page_size_of
 
-IMPLEMENTATIONS = ("reference", "xla", "numba_cpu")
+IMPLEMENTATIONS = ("reference", "xla", "numba_cpu", "mosaic_tpu")
 """The modules with implementations; each is imported when it is used."""
 
 
