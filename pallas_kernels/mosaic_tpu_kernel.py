@@ -30,7 +30,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32, Num
 
 TABLE_ROW = 128  # entries of a block table that lie in a row of lanes
-CHAINS = 8  # tiles and heads whose instructions are interleaved: their logits fit the registers
 ISSUE = 8  # page copies started per turn of a loop
 MASKED = -1e30  # a hidden logit
 LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
@@ -115,39 +114,43 @@ def attend(
 
     def kernel(
         items: Any, counts: Any, query_block: Any, limit: Any, factor: Any, tables: Any, q_ref: Any, pages: Any,
-        out: Any, lse: Any, ids: Any, kv: Any, top: Any, total: Any, acc: Any, cursor: Any, bounds: Any, full: Any,
-        ids_sem: Any, kv_sem: Any,
+        out: Any, lse: Any, ids: Any, kv: Any, top: Any, total: Any, acc: Any, cursor: Any, first_page: Any, end_page: Any,
+        full: Any, ids_sem: Any, kv_sem: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step, steps = pl.program_id(0), pl.num_programs(0)
 
+        def field(number: int, item: Array) -> Array:
+            return items[number * len(work.seq) + item]
+
         def first_block(item: Array) -> Array:
-            return lax.shift_right_logical(items[FIRST_PAGE, item], block_pages.bit_length() - 1)
+            return _divide(field(FIRST_PAGE, item), block_pages)
 
         def refills(number: Array) -> Array:
             """Whether the page ids of the blocks from `number` on are copied before it."""
-            return lax.rem(number, blocks_per_refill) == 0
+            return number & (blocks_per_refill - 1) == 0
 
         def ids_copy(item: Array, number: Array, tile: int) -> Any:
-            row = lax.div((first_block(item) + number) * block_pages, TABLE_ROW)
-            source = tables.at[items[SEQ, item], pl.ds(pl.multiple_of(row * TABLE_ROW, TABLE_ROW), 2 * TABLE_ROW)]
-            return pltpu.make_async_copy(source, ids.at[tile], ids_sem)
+            row = _divide(first_block(item) + number, blocks_per_refill)
+            source = tables.at[field(SEQ, item), pl.ds(pl.multiple_of(row * TABLE_ROW, TABLE_ROW), 2 * TABLE_ROW)]
+            return pltpu.make_async_copy(source, ids.at[pl.ds(tile * 2 * TABLE_ROW, 2 * TABLE_ROW)], ids_sem)
 
         def start_pages(item: Array, number: Array, slot: Array, tile: int) -> Array:
             """Start the copies of a tile's block, note which pages they are; whether all of it is to be used."""
             block = first_block(item) + number
             start = block * block_pages
-            first = jnp.maximum(items[FIRST_PAGE, item] - start, 0)
-            end = jnp.clip(items[END_PAGE, item] - start, 0, block_pages)
-            bounds[slot, tile, 0], bounds[slot, tile, 1] = first, end
-            refill_block = first_block(item) + lax.div(number, blocks_per_refill) * blocks_per_refill
-            offset = start - lax.div(refill_block * block_pages, TABLE_ROW) * TABLE_ROW
+            first = jnp.maximum(field(FIRST_PAGE, item) - start, 0)
+            end = jnp.clip(field(END_PAGE, item) - start, 0, block_pages)
+            first_page[slot * tiles + tile], end_page[slot * tiles + tile] = first, end
+            since_refill = number & (blocks_per_refill - 1)
+            in_row = (block - since_refill) & (blocks_per_refill - 1)  # where the copied ids begin
+            offset = (in_row + since_refill) * block_pages + tile * 2 * TABLE_ROW
 
             def start_page(page: Array) -> None:
-                source = pages.at[ids[tile, offset + page]]
+                source = pages.at[ids[offset + page]]
                 pltpu.make_async_copy(source, kv.at[slot, tile, page], kv_sem.at[slot]).start()
 
-            turns = lax.div(end - first, ISSUE)
+            turns = _divide(end - first, ISSUE)
 
             @pl.loop(0, turns)
             def _(turn: Array) -> None:
@@ -155,7 +158,7 @@ def attend(
                     start_page(first + turn * ISSUE + k)
 
             pl.loop(first + turns * ISSUE, end)(start_page)
-            return (first == 0) & (items[END_KEY, item] >= (block + 1) * block_keys)
+            return (first == 0) & (field(END_KEY, item) >= (block + 1) * block_keys)
 
         def fetch() -> None:
             """Start the copies of the block at the cursor, and move the cursor on."""
@@ -180,69 +183,72 @@ def attend(
         def next_slot(slot: Array) -> Array:
             return jnp.where(slot + 1 == shape.slots, 0, slot + 1)
 
-        def wait(item: Array, number: Array, slot: Array, tile: int) -> None:
-            """Wait for a tile's block, part of which is not read or not used, and zero the V of that part."""
-            first, end = bounds[slot, tile, 0], bounds[slot, tile, 1]
+        def wait(slot: Array, tile: int) -> None:
+            """Wait for as many pages as a tile's block has, by the binary digits of their number."""
+            pages_read = end_page[slot * tiles + tile] - first_page[slot * tiles + tile]
             for digit in range(block_pages.bit_length()):
                 some = kv.at[slot, tile, pl.ds(0, 2**digit)]
-                pl.when((end - first) & 2**digit != 0)(pltpu.make_async_copy(some, some, kv_sem.at[slot]).wait)
+                pl.when(pages_read & 2**digit != 0)(pltpu.make_async_copy(some, some, kv_sem.at[slot]).wait)
+
+        def clear(item: Array, number: Array, slot: Array, tile: int) -> None:
+            """Zero the V of the part of a tile's block that was not read or is not used."""
+            first, end = first_page[slot * tiles + tile], end_page[slot * tiles + tile]
 
             @pl.when(end > 0)
             def _() -> None:
-                def clear(page: Array) -> None:
+                def clear_page(page: Array) -> None:
                     kv[slot, tile, page, :, :, values] = jnp.zeros((kv_heads, page_size, value_dim), kv.dtype)
 
-                pl.loop(0, first)(clear)
-                pl.loop(end, block_pages)(clear)
-                used = items[END_KEY, item] - ((first_block(item) + number) * block_pages + end - 1) * page_size
+                pl.loop(0, first)(clear_page)
+                pl.loop(end, block_pages)(clear_page)
+                used = field(END_KEY, item) - ((first_block(item) + number) * block_pages + end - 1) * page_size
                 row = lax.broadcasted_iota(jnp.int32, (kv_heads, page_size, value_dim), 1)
                 last = kv[slot, tile, end - 1, :, :, values]
                 kv[slot, tile, end - 1, :, :, values] = jnp.where(row < used, last, jnp.zeros_like(last))
 
         row_number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        distance = lax.broadcasted_iota(jnp.int32, (1, shape.keys), 1) * group - row_number  # [rows, keys]
 
         def compute(number: Array, slot: Array, head: Array | int, piece: Array | int) -> None:
-            """One piece of a block for `shape.heads` heads of every tile."""
-            # Row r stands at position + r // group and sees key k if group * k - r <= group * position.
-            distance = lax.broadcasted_iota(jnp.int32, (1, shape.keys), 1) * group - row_number  # [rows, keys]
-            visible = []
-            for tile in range(tiles):
-                item = step * tiles + tile
-                last = items[POSITION, item] - (first_block(item) + number) * block_keys - piece * shape.keys
-                visible.append(distance <= last * group)
-                if window is not None:
-                    visible[-1] &= distance > (last - limit[0]) * group
-            chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
-            for i in range(0, len(chains), CHAINS):
-                advance(chains[i : i + CHAINS], visible, slot, piece)
+            """A turn of the online softmax: one piece of a block, for `shape.heads` heads of every tile.
 
-        def advance(chains: list[tuple[int, Array]], visible: list[Array], slot: Array, piece: Array | int) -> None:
-            """One turn of the online softmax for some tiles and heads, stage by stage so that they overlap."""
+            It goes stage by stage, loads before stores, so that the chains of all tiles and heads overlap.
+            """
+            chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
             part = pl.ds(piece * (shape.keys // page_size), shape.keys // page_size)
 
             def load(tile: int, h: Array, columns: slice) -> Array:
                 return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
 
-            logits = []
-            for tile, h in chains:
+            def find_logits(tile: int, h: Array) -> Array:
                 dims = (((1,), (1,)), ((), ()))
                 k = load(tile, h, slice(0, key_dim))
                 x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32) * factor[0]
                 if soft_cap is not None:
                     x = soft_cap * jnp.tanh(x * (1 / soft_cap))
-                logits.append(jnp.where(visible[tile], x, MASKED))
+                # Row r stands at position + r // group and sees key k if group * k - r <= group * position.
+                item = step * tiles + tile
+                last = field(POSITION, item) - (first_block(item) + number) * block_keys - piece * shape.keys
+                visible = distance <= last * group
+                if window is not None:
+                    visible &= distance > (last - limit[0]) * group
+                return jnp.where(visible, x, MASKED)
+
+            logits = [find_logits(*chain) for chain in chains]
             old = [top[tile, h][:, :1] for tile, h in chains]
             new = [jnp.maximum(o, x.max(1, keepdims=True)) for o, x in zip(old, logits, strict=True)]
             fade = [jnp.exp(o - n) for o, n in zip(old, new, strict=True)]
             weights = [jnp.exp(x - n) for x, n in zip(logits, new, strict=True)]
-            for (tile, h), f, n, w in zip(chains, fade, new, weights, strict=True):
+            products = [
+                jnp.dot(w.astype(dtype), load(tile, h, values), precision=precision, preferred_element_type=jnp.float32)
+                for (tile, h), w in zip(chains, weights, strict=True)
+            ]
+            for (tile, h), f, n, w, y in zip(chains, fade, new, weights, products, strict=True):
                 top[tile, h] = jnp.broadcast_to(n, (rows, LANES))
                 total[tile, h] = total[tile, h] * f + w.sum(1, keepdims=True)
-            for (tile, h), f, w in zip(chains, fade, weights, strict=True):
-                v = load(tile, h, values)
-                y = acc[tile, h] * f + jnp.dot(w.astype(dtype), v, precision=precision, preferred_element_type=jnp.float32)
+                y += acc[tile, h] * f
                 if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
-                    y = jnp.where(bounds[slot, tile, 1] > 0, y, acc[tile, h])
+                    y = jnp.where(end_page[slot * tiles + tile] > 0, y, acc[tile, h])
                 acc[tile, h] = y
 
         @pl.when(step == 0)
@@ -265,8 +271,10 @@ def attend(
 
             @pl.when(full[slot] == 0)
             def _() -> None:
+                for tile in range(tiles):  # all of them first: they share a semaphore
+                    wait(slot, tile)
                 for tile in range(tiles):
-                    wait(step * tiles + tile, number, slot, tile)
+                    clear(step * tiles + tile, number, slot, tile)
 
             _loop(kv_heads // shape.heads, lambda i: _loop(
                 block_keys // shape.keys, lambda piece: compute(number, slot, i * shape.heads, piece)
@@ -274,7 +282,7 @@ def attend(
 
         for tile in range(tiles):
             item = step * tiles + tile
-            is_own = (row_number >= items[FIRST_ROW, item]) & (row_number < items[END_ROW, item])
+            is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
             for h in range(kv_heads):
                 y = acc[tile, h] / total[tile, h][:, :1]
                 log = top[tile, h] + jnp.log(total[tile, h])
@@ -283,11 +291,9 @@ def attend(
                     log = jnp.where(is_own, log, lse[tile, h])
                 out[tile, h], lse[tile, h] = y.astype(dtype), log
 
-    first_page, end_page = work.first_key // page_size, -(-work.end_key // page_size)
-    blocks = jnp.where(work.end_key > 0, -(-end_page // block_pages) - first_page // block_pages, 0)
-    items = jnp.stack(
-        [work.seq, work.position, first_page, end_page, work.end_key, work.first_row, work.end_row]
-    )
+    first, end = work.first_key // page_size, -(-work.end_key // page_size)
+    blocks = jnp.where(end > 0, -(-end // block_pages) - first // block_pages, 0)
+    items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
     counts = blocks.reshape(-1, tiles).max(1)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
     scalars = (
@@ -310,13 +316,14 @@ def attend(
             in_specs=[in_hbm, per_step(key_dim), in_hbm],
             out_specs=[per_step(value_dim), per_step(LANES)],
             scratch_shapes=[
-                pltpu.SMEM((tiles, 2 * TABLE_ROW), jnp.int32),
+                pltpu.SMEM((tiles * 2 * TABLE_ROW,), jnp.int32),
                 pltpu.VMEM((shape.slots, tiles, block_pages, kv_heads, page_size, width), kv_pages.dtype),
                 pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, kv_heads, rows, value_dim), jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
-                pltpu.SMEM((shape.slots, tiles, 2), jnp.int32),
+                pltpu.SMEM((shape.slots * tiles,), jnp.int32),
+                pltpu.SMEM((shape.slots * tiles,), jnp.int32),
                 pltpu.SMEM((shape.slots,), jnp.int32),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SemaphoreType.DMA((shape.slots,)),
@@ -343,3 +350,8 @@ def _loop(count: int, body: Any) -> None:
         body(0)
     else:
         pl.loop(0, count)(body)
+
+
+def _divide(number: Array, power_of_two: int) -> Array:
+    """The quotient of a number that is not negative."""
+    return lax.shift_right_logical(number, power_of_two.bit_length() - 1)
