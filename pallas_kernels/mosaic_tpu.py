@@ -26,6 +26,7 @@ BLOCK_KEYS = 512  # of a tile, at most
 CHAINS = 16  # tiles and heads that a decode computes side by side
 QUERY_ROWS = 256  # per KV head, of a tile of longer queries
 QUERY_KEYS = 256  # that these rows are computed with at a time
+QUERY_HEADS = 1
 SLOTS = 3  # blocks in VMEM
 SLOTS_BYTES = 24 * 2**20  # at most
 
@@ -143,7 +144,7 @@ def _prefill(
     blocks, rows = -(-tokens // block), block * group
     block_pages = _block_pages(page_size, max_pages, kv_heads * row_bytes)
     keys = page_size * min(_power_of_two(max(QUERY_KEYS // page_size, 1)), block_pages)
-    shape = Shape(rows, group, 1, 1, block_pages, keys, SLOTS)
+    shape = Shape(rows, group, 1, _largest_divisor(kv_heads, QUERY_HEADS), block_pages, keys, SLOTS)
 
     starts, ends = query_starts[:-1], query_starts[1:]
     is_long = (ends - starts > 1) & (context_lens > 0)

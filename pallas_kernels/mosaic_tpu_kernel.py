@@ -234,19 +234,25 @@ def attend(
                     visible &= distance > (last - limit[0]) * group
                 return jnp.where(visible, x, MASKED)
 
+            def by_lane(w: Array) -> Array:
+                """Sums that add up to the rows' sums: adding up lanes is left for the end."""
+                if shape.keys % LANES:
+                    return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (rows, LANES))
+                return sum(w[:, i : i + LANES] for i in range(0, shape.keys, LANES))
+
             logits = [find_logits(*chain) for chain in chains]
-            old = [top[tile, h][:, :1] for tile, h in chains]
+            old = [top[tile, h] for tile, h in chains]
             new = [jnp.maximum(o, x.max(1, keepdims=True)) for o, x in zip(old, logits, strict=True)]
             fade = [jnp.exp(o - n) for o, n in zip(old, new, strict=True)]
-            weights = [jnp.exp(x - n) for x, n in zip(logits, new, strict=True)]
+            weights = [jnp.exp(x - _repeat(n, shape.keys)) for x, n in zip(logits, new, strict=True)]
             products = [
                 jnp.dot(w.astype(dtype), load(tile, h, values), precision=precision, preferred_element_type=jnp.float32)
                 for (tile, h), w in zip(chains, weights, strict=True)
             ]
             for (tile, h), f, n, w, y in zip(chains, fade, new, weights, products, strict=True):
-                top[tile, h] = jnp.broadcast_to(n, (rows, LANES))
-                total[tile, h] = total[tile, h] * f + w.sum(1, keepdims=True)
-                y += acc[tile, h] * f
+                top[tile, h] = n
+                total[tile, h] = total[tile, h] * f + by_lane(w)
+                y += acc[tile, h] * _repeat(f, value_dim)
                 if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                     y = jnp.where(end_page[slot * tiles + tile] > 0, y, acc[tile, h])
                 acc[tile, h] = y
@@ -284,8 +290,9 @@ def attend(
             item = step * tiles + tile
             is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
             for h in range(kv_heads):
-                y = acc[tile, h] / total[tile, h][:, :1]
-                log = top[tile, h] + jnp.log(total[tile, h])
+                weight = total[tile, h].sum(1, keepdims=True)
+                y = acc[tile, h] / weight
+                log = top[tile, h] + jnp.log(weight)
                 if group < rows:  # the other rows are those of tiles before and after
                     y = jnp.where(is_own, y, out[tile, h].astype(jnp.float32))
                     log = jnp.where(is_own, log, lse[tile, h])
@@ -355,3 +362,8 @@ def _loop(count: int, body: Any) -> None:
 def _divide(number: Array, power_of_two: int) -> Array:
     """The quotient of a number that is not negative."""
     return lax.shift_right_logical(number, power_of_two.bit_length() - 1)
+
+
+def _repeat(x: Float32[Array, "rows 128"], width: int) -> Float32[Array, "rows width"]:
+    """A value per row, in all of its lanes, in `width` lanes."""
+    return x[:, :1] if width % LANES else jnp.concatenate([x] * (width // LANES), axis=1)
