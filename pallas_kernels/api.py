@@ -55,7 +55,7 @@ def paged_attention(
         )
     _, heads, head_dim = q.shape
     kv_heads, seqs = kv_pages.shape[1], block_tables.shape[0]
-    page_size_of(kv_pages, head_dim)
+    page_size = page_size_of(kv_pages, head_dim)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
     _check_batch(seqs, context_lens, query_starts, soft_cap, max_query_len)
@@ -65,7 +65,9 @@ def paged_attention(
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype)
+    chosen = choose_implementation(
+        implementation, jax.default_backend(), q.dtype, kv_pages.dtype, page_size=page_size
+    )
     return _module(chosen).paged_attention(
         q,
         kv_pages,
@@ -127,7 +129,9 @@ def mla_paged_attention(
     _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
-    chosen = choose_implementation(implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype)
+    chosen = choose_implementation(
+        implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype, latent=True
+    )
     return _module(chosen).mla_paged_attention(
         q_latent,
         q_rope,
@@ -161,19 +165,50 @@ def _check_batch(
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
 
 
-def choose_implementation(implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike) -> str:
+def choose_implementation(
+    implementation: str | None,
+    platform: str,
+    *dtypes: jax.typing.DTypeLike,
+    latent: bool = False,
+    page_size: int | None = None,
+) -> str:
     """The implementation in effect on a platform for queries and pages of these dtypes.
 
-    None is "numba_cpu" on CPU where Numba is installed (the extra "cpu") and reads the dtypes, and "xla" elsewhere. Raises
-    ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
+    latent: whether it is for `mla_paged_attention`. page_size: tokens per page; None stands for one that suits.
+
+    None is "numba_cpu" on CPU where Numba is installed (the extra "cpu") and reads the dtypes, "mosaic_tpu" on TPU for what
+    it computes, and "xla" elsewhere. Raises ValueError for an unknown implementation, and NotImplementedError, saying why,
+    for one that cannot do what is asked.
     """
     if implementation is None:
+        if platform == "tpu":
+            return "xla" if _why_not_mosaic_tpu(platform, *dtypes, latent=latent, page_size=page_size) else "mosaic_tpu"
         return "xla" if _why_not_numba_cpu(platform, *dtypes) else "numba_cpu"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
-    if implementation == "numba_cpu" and (reason := _why_not_numba_cpu(platform, *dtypes)):
-        raise NotImplementedError(f"attention implementation 'numba_cpu' is not available: {reason}")
+    reason = None
+    if implementation == "numba_cpu":
+        reason = _why_not_numba_cpu(platform, *dtypes)
+    if implementation == "mosaic_tpu":
+        reason = _why_not_mosaic_tpu(platform, *dtypes, latent=latent, page_size=page_size)
+    if reason:
+        raise NotImplementedError(f"attention implementation {implementation!r} is not available: {reason}")
     return implementation
+
+
+def _why_not_mosaic_tpu(
+    platform: str, *dtypes: jax.typing.DTypeLike, latent: bool, page_size: int | None
+) -> str | None:
+    if platform not in ("tpu", "cpu"):
+        return f"it runs on TPU and is simulated on CPU, it does not run on {platform}"
+    if latent:
+        return "it computes no latent attention"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in _module("mosaic_tpu").DTYPES:
+            return f"it does not read {jnp.dtype(dtype).name}"
+    if page_size is not None and page_size % (rows := _module("mosaic_tpu").page_rows(dtypes[-1])):
+        return f"{jnp.dtype(dtypes[-1]).name} pages must hold a multiple of {rows} tokens, not {page_size}"
+    return None
 
 
 def _why_not_numba_cpu(platform: str, *dtypes: jax.typing.DTypeLike) -> str | None:

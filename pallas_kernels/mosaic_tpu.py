@@ -23,12 +23,17 @@ DTYPES = ("bfloat16", "float32", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
 
 BLOCK_KEYS = 512  # of a tile, at most
-CHAINS = 16  # tiles and heads that a decode computes side by side
+CHAINS = 12  # tiles and heads that a decode computes side by side
 QUERY_ROWS = 256  # per KV head, of a tile of longer queries
-QUERY_KEYS = 256  # that these rows are computed with at a time
-QUERY_HEADS = 1
+QUERY_KEYS = 512  # that these rows are computed with at a time
+QUERY_HEADS = 2  # that are computed side by side
 SLOTS = 3  # blocks in VMEM
 SLOTS_BYTES = 24 * 2**20  # at most
+
+
+def page_rows(dtype: jax.typing.DTypeLike) -> int:
+    """What a page's tokens must be a multiple of: the rows of a memory tile, which copies cannot cut."""
+    return 32 // jnp.dtype(dtype).itemsize
 
 
 def paged_attention(
@@ -46,19 +51,12 @@ def paged_attention(
     v_scale: Scale | None,
     max_query_len: int | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first.
-
-    Raises NotImplementedError for pages whose rows do not fill whole memory tiles.
-    """
+    """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first."""
     tokens, heads, head_dim = q.shape
     kv_pages = load(kv_pages)
     if kv_pages.shape[-1] == head_dim:
         kv_pages = jnp.concatenate(split_kv(kv_pages, head_dim), axis=-1)
     _, kv_heads, page_size, width = kv_pages.shape
-    if page_size % (tile_rows := 32 // kv_pages.dtype.itemsize):
-        raise NotImplementedError(
-            f"mosaic_tpu reads {kv_pages.dtype.name} pages of a multiple of {tile_rows} tokens, not of {page_size}"
-        )
     if window is not None:
         window = jnp.minimum(window, block_tables.shape[1] * page_size).astype(jnp.int32)
     has_whole_lanes = head_dim % LANES == 0
@@ -74,7 +72,7 @@ def paged_attention(
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             window=window,
             soft_cap=soft_cap,
-            interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(detect_races=True),
+            interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
         return out[..., -head_dim:], lse[..., 0]
 

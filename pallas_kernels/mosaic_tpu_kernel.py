@@ -347,7 +347,7 @@ def attend(
             disable_semaphore_checks=True,
         ),
         interpret=interpret,
-        name=f"paged_attention_{shape.rows}_rows",
+        name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys",
     )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
 
 

@@ -48,7 +48,9 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
         dtype=dtype,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=choose_implementation(config.attention, device.platform, dtype),
+        attention=choose_implementation(
+            config.attention, device.platform, dtype, latent=model.mla is not None, page_size=config.page_size
+        ),
     )
 
 
