@@ -150,14 +150,19 @@ def attend(
                 source = pages.at[ids[offset + page]]
                 pltpu.make_async_copy(source, kv.at[slot, tile, page], kv_sem.at[slot]).start()
 
-            turns = _divide(end - first, ISSUE)
+            def start_turn(turn: Array | int, unrolled: int = min(ISSUE, block_pages)) -> None:
+                for k in range(unrolled):
+                    start_page(first + turn * unrolled + k)
 
-            @pl.loop(0, turns)
-            def _(turn: Array) -> None:
-                for k in range(ISSUE):
-                    start_page(first + turn * ISSUE + k)
+            is_whole = end - first == block_pages
+            pl.when(is_whole)(lambda: _loop(-(-block_pages // ISSUE), start_turn))
 
-            pl.loop(first + turns * ISSUE, end)(start_page)
+            @pl.when(jnp.logical_not(is_whole))
+            def _() -> None:
+                turns = _divide(end - first, ISSUE)
+                pl.loop(0, turns)(start_turn)
+                pl.loop(first + turns * ISSUE, end)(start_page)
+
             return (first == 0) & (field(END_KEY, item) >= (block + 1) * block_keys)
 
         def fetch() -> None:

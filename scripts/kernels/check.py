@@ -20,6 +20,7 @@ FLOPS_PER_CYCLE = {"v5e": 2**17, "v5p": 2**17, "v6e": 2**19, "tpu7x": 2**19}
 """Peak of one core, in bfloat16: 4 matrix units of 128 x 128, or 2 of 256 x 256 that take two rows per cycle."""
 
 CONTEXT = 1536  # tokens, of the decodes
+ISSUE = 8  # copies that the kernel starts without a loop, at most
 
 
 @dataclass(frozen=True)
@@ -142,22 +143,22 @@ def _figures(name: str, grid: "Loop", case: Case, target: str) -> dict[str, floa
     computing = [loop for loop in block.within() if loop.matmuls]
     spills = sum(loop.spills for loop in computing)
 
-    groups, singles = divmod(pages, 8)
-    copying = [loop for loop in block.inner if loop.copies]
-    cycles = block.cost((tiles if groups else 0, tiles if singles else 0, 0))
-    for loop in copying:
-        cycles += (groups if loop.copies > 1 else singles) * min(loop.walks.values())
+    in_loops = pages > ISSUE
+    cycles = block.cost(tiles if in_loops else 0, 0 if in_loops else tiles * pages)
+    if in_loops:
+        turn = min(min(loop.walks.values()) for loop in block.inner if loop.copies > 1)
+        cycles += tiles * (pages // ISSUE) * turn
     trips = [case.kv_heads // heads, pages * case.page_size // keys]
     trips = [trip for trip in trips if trip > 1]
     times = 1
     for loop, trip in zip(computing[1:], trips, strict=True):
         times *= trip
         cycles += times * min(loop.walks.values())
-    if case.queries > 1:
+    if rows > 2 * case.heads:
         flops = 4 * rows * case.head_dim * case.kv_heads * pages * case.page_size
         return {"spills": spills, "peak": flops / cycles / FLOPS_PER_CYCLE[target]}
     blocks = CONTEXT / (pages * case.page_size)
-    cycles = blocks * cycles + step.cost((0, 0, 0))
+    cycles = blocks * cycles + step.cost(0, 0)
     return {"spills": spills, "cycles": cycles / (tiles * CONTEXT)}
 
 

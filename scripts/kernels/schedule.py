@@ -19,8 +19,8 @@ _LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.(?:rel|abs)\s+(\([^)]*\))?\s*target bundleno = (\d+)")
 _COPY = re.compile(r"= dma\.(?!done)[a-z_.]+")
 
-Starts = tuple[int, int, int]
-"""Of copies, on the way through a loop: loops that start several per turn, loops that start one, copies outside of these."""
+Starts = tuple[int, int]
+"""Of copies, on the way through a loop: the loops that start several per turn, and the copies outside of loops."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Loop:
     def within(self) -> list["Loop"]:
         return [self, *(deeper for loop in self.inner for deeper in loop.within())]
 
-    def cost(self, starts: Starts) -> int:
-        """Of the turn whose copies are the most like `starts`."""
-        return self.walks[min(self.walks, key=lambda s: sum(abs(a - b) for a, b in zip(s, starts, strict=True)))]
+    def cost(self, loops: int, copies: int) -> int:
+        """Of the cheapest turn that meets that many loops that start copies, and itself starts that many, or more."""
+        return min(cost for starts, cost in self.walks.items() if starts[0] >= loops and starts[1] >= copies)
 
 
 def read_kernels(folder: Path, target: str, name: str) -> dict[str, Loop]:
@@ -100,27 +100,26 @@ def _walk(
     inner = {x.first: x for x in loop.inner}
     size = loop.last - loop.first + 1
     ways: list[dict[Starts, tuple[int, int]]] = [{} for _ in range(size + 1)]  # to (- matrix work, cycles)
-    ways[0] = {(0, 0, 0): (0, 0)}
+    ways[0] = {(0, 0): (0, 0)}
 
     def go(start: int, end: int, cycles: int, work: int, starts: Starts) -> None:
         to = ways[min(end - loop.first, size)]
         for key, (less_work, cost) in ways[start - loop.first].items():
-            new_key = (key[0] + starts[0], key[1] + starts[1], key[2] + starts[2])
+            new_key = (key[0] + starts[0], key[1] + starts[1])
             new = (less_work - work, cost + cycles)
             to[new_key] = min(to.get(new_key, new), new)
 
     for slot in range(loop.first, loop.last + 1):
         if slot in inner and slot > loop.first:
             within = inner[slot]
-            starts = (int(within.copies > 1), int(within.copies == 1), 0)
-            go(slot, within.last + 1, 0, within.matmuls, starts)
+            go(slot, within.last + 1, 0, within.matmuls, (int(within.copies > 1), 0))
             continue
         branch = slot - delay  # taken only now
         is_own = branch >= loop.first and not any(x.first <= branch <= x.last for x in loop.inner)
         conditional, target = branches.get(branch, (True, 0)) if is_own else (True, 0)
         if target > slot:
-            go(slot, target, 1, matmuls[slot], (0, 0, copies[slot]))
+            go(slot, target, 1, matmuls[slot], (0, copies[slot]))
         if conditional:
-            go(slot, slot + 1, 1, matmuls[slot], (0, 0, copies[slot]))
+            go(slot, slot + 1, 1, matmuls[slot], (0, copies[slot]))
     most = min((work for work, _ in ways[size].values()), default=0)
     return {key: cost for key, (work, cost) in ways[size].items() if work == most}
