@@ -23,12 +23,13 @@ DTYPES = ("bfloat16", "float32", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
 
 BLOCK_KEYS = 512  # of a tile, at most
-CHAINS = 12  # tiles and heads that a decode computes side by side
+CHAINS = 12  # of 8 rows: tiles times heads that a decode computes side by side
 QUERY_ROWS = 256  # per KV head, of a tile of longer queries
 QUERY_KEYS = 512  # that these rows are computed with at a time
 QUERY_HEADS = 2  # that are computed side by side
 SLOTS = 3  # blocks in VMEM
 SLOTS_BYTES = 24 * 2**20  # at most
+STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
 
 
 def page_rows(dtype: jax.typing.DTypeLike) -> int:
@@ -100,10 +101,11 @@ def _decode(
 ) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads head_dim"], Float32[Array, "tiles heads"]]:
     """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
     tokens, kv_heads, group, head_dim = q.shape
-    heads = _largest_divisor(kv_heads, CHAINS)
-    tiles = min(CHAINS // heads, len(context_lens))
-    block_pages = _block_pages(page_size, max_pages, tiles * kv_heads * row_bytes)
     rows = -(-group // 8) * 8
+    chains = max(CHAINS * 8 // rows, 1)
+    heads = _largest_divisor(kv_heads, chains)
+    tiles = min(chains // heads, len(context_lens))
+    block_pages = _block_pages(page_size, max_pages, tiles * kv_heads * row_bytes)
     shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * page_size, SLOTS)
 
     context = jnp.where(jnp.diff(query_starts) == 1, context_lens, 0)
@@ -138,7 +140,8 @@ def _prefill(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
     tokens, kv_heads, group, head_dim = q.shape
-    block = min(max(QUERY_ROWS // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
+    most_rows = min(QUERY_ROWS, STATE_BYTES // (kv_heads * (2 * row_bytes + 4 * head_dim + 16 * LANES)))
+    block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
     blocks, rows = -(-tokens // block), block * group
     block_pages = _block_pages(page_size, max_pages, kv_heads * row_bytes)
     keys = page_size * min(_power_of_two(max(QUERY_KEYS // page_size, 1)), block_pages)

@@ -131,7 +131,7 @@ def attend(
             return number & (blocks_per_refill - 1) == 0
 
         def ids_copy(item: Array, number: Array, tile: int) -> Any:
-            row = _divide(first_block(item) + number, blocks_per_refill)
+            row = jnp.minimum(_divide(first_block(item) + number, blocks_per_refill), tables.shape[1] // TABLE_ROW - 2)
             source = tables.at[field(SEQ, item), pl.ds(pl.multiple_of(row * TABLE_ROW, TABLE_ROW), 2 * TABLE_ROW)]
             return pltpu.make_async_copy(source, ids.at[pl.ds(tile * 2 * TABLE_ROW, 2 * TABLE_ROW)], ids_sem)
 
