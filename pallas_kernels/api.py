@@ -65,9 +65,7 @@ def paged_attention(
         raise ValueError(f"sinks must have one logit per query head [{heads}], got {sinks.shape}")
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
-    chosen = choose_implementation(
-        implementation, jax.default_backend(), q.dtype, kv_pages.dtype, page_size=page_size
-    )
+    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype, page_size=page_size)
     return _module(chosen).paged_attention(
         q,
         kv_pages,

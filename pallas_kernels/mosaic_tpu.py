@@ -171,7 +171,9 @@ def _prefill(
     )
     padded = jnp.pad(q, ((0, blocks * block - tokens), (0, 0), (0, 0), (0, 0)))
     out, lse = compute(
-        shape, padded.reshape(blocks, block, kv_heads, group, head_dim).swapaxes(1, 2).reshape(blocks, kv_heads, rows, -1), work
+        shape,
+        padded.reshape(blocks, block, kv_heads, group, head_dim).swapaxes(1, 2).reshape(blocks, kv_heads, rows, -1),
+        work,
     )
 
     def by_token(x: Array) -> Array:

@@ -14,7 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent
+from schedule import PASSES, Loop, read_kernels
+
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 FLOPS_PER_CYCLE = {"v5e": 2**17, "v5p": 2**17, "v6e": 2**19, "tpu7x": 2**19}
 """Peak of one core, in bfloat16: 4 matrix units of 128 x 128, or 2 of 256 x 256 that take two rows per cycle."""
@@ -84,7 +85,6 @@ def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from schedule import read_kernels
 
     from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 
@@ -134,10 +134,11 @@ def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
             path.unlink()
 
 
-def _figures(name: str, grid: "Loop", case: Case, target: str) -> dict[str, float]:  # noqa: F821
+def _figures(name: str, grid: Loop, case: Case, target: str) -> dict[str, float]:
     """Spills in the loops that do matrix work, and what a full block costs."""
     words = name.split("_")
-    rows, tiles, pages, heads, keys = (int(words[words.index(unit) - 1]) for unit in ("rows", "tiles", "pages", "heads", "keys"))
+    units = ("rows", "tiles", "pages", "heads", "keys")
+    rows, tiles, pages, heads, keys = (int(words[words.index(unit) - 1]) for unit in units)
     step = next(loop for loop in grid.within()[1:] if loop.matmuls)
     block = next(loop for loop in step.inner if loop.matmuls)
     computing = [loop for loop in block.within() if loop.matmuls]
@@ -175,12 +176,14 @@ def main() -> int:
         return 0
 
     lines = {target: _run(target, options.quick) for target in targets}
-    print(f"{'cycles per cached token / share of peak, and spills':70}" + "".join(f"{target:>16}" for target in targets))
+    head = "cycles per cached token or share of peak, spills in the hot loop"
+    print(f"{head:70}" + "".join(f"{target:>16}" for target in targets))
     failed = False
     for number, case in enumerate(cases):
         cells = []
         for target in targets:
-            result = json.loads(lines[target][number]) if number < len(lines[target]) else {"error": "the compiler ended"}
+            is_there = number < len(lines[target])
+            result = json.loads(lines[target][number]) if is_there else {"error": "the compiler ended"}
             if "error" in result:
                 failed = True
                 cells.append("FAILED")
@@ -196,8 +199,6 @@ def main() -> int:
 
 def _run(target: str, quick: bool) -> list[str]:
     """The lines that the process for a target prints."""
-    from schedule import PASSES
-
     with tempfile.TemporaryDirectory() as dump:
         flags = {
             "xla_jf_dump_to": dump,
