@@ -14,8 +14,11 @@ from paxserve.pallas_kernels.layout import GQASizes, Scale, page_size_of
 
 logger = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("reference", "xla", "numba_cpu", "mosaic_gpu")
+IMPLEMENTATIONS = ("reference", "xla", "numba_cpu", "mosaic_tpu", "mosaic_gpu")
 """The modules with implementations; each is imported when it is used."""
+
+PLATFORMS_OWN = {"cpu": "numba_cpu", "tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
+"""Those written for one platform. Their modules say by `why_not` what they cannot do."""
 
 
 def paged_attention(
@@ -173,12 +176,11 @@ def choose_implementation(
 
     gqa: the sizes of grouped-query attention; None is latent attention.
 
-    None is the platform's own, "numba_cpu" on CPU (where the extra "cpu" is installed) and "mosaic_gpu" on GPU, if that
-    can do what is asked, and else "xla"; the log says why, once. Raises ValueError for an unknown implementation, and
-    NotImplementedError, saying why, for one that cannot do what is asked.
+    None is the platform's own (PLATFORMS_OWN) if that can do what is asked, and else "xla"; the log says why, once. Raises
+    ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
     """
     if implementation is None:
-        own = {"cpu": "numba_cpu", "gpu": "mosaic_gpu"}.get(platform, "xla")
+        own = PLATFORMS_OWN.get(platform, "xla")
         if reason := _why_not(own, platform, dtypes, gqa):
             _say_once(f"attention is computed by 'xla', not by {own!r}: {reason}")
             return "xla"
@@ -199,22 +201,11 @@ def _why_not(
     implementation: str, platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None
 ) -> str | None:
     """Why an implementation cannot do what is asked; None if it can."""
-    if implementation == "numba_cpu":
-        return _why_not_numba_cpu(platform, *dtypes)
-    if implementation == "mosaic_gpu":
-        return _module("mosaic_gpu").why_not(platform, dtypes, gqa)
-    return None
-
-
-def _why_not_numba_cpu(platform: str, *dtypes: jax.typing.DTypeLike) -> str | None:
-    if platform != "cpu":
-        return f"it runs on CPU, not on {platform}"
-    if importlib.util.find_spec("numba") is None:
+    if implementation not in PLATFORMS_OWN.values():
+        return None
+    if implementation == "numba_cpu" and importlib.util.find_spec("numba") is None:
         return "Numba is not installed (pip install 'paxserve[cpu]')"
-    for dtype in dtypes:
-        if jnp.dtype(dtype).name not in _module("numba_cpu").DTYPES:
-            return f"it does not read {jnp.dtype(dtype).name}"
-    return None
+    return _module(implementation).why_not(platform, dtypes, gqa)
 
 
 def _module(implementation: str) -> Any:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from numba import cfunc, types
 
 from paxserve.pallas_kernels import numba_ffi, numba_math
-from paxserve.pallas_kernels.layout import Scale, page_size_of
+from paxserve.pallas_kernels.layout import GQASizes, Scale, page_size_of
 from paxserve.pallas_kernels.numba_ffi import FRAME_ARGS, data, dim, load_word
 from paxserve.pallas_kernels.numba_math import (
     FAST,
@@ -323,6 +323,17 @@ def _target(q_dtype: Any, pages_dtype: Any) -> str:
             numba_ffi.register(name, *_kernel(q_dtype, pages_dtype))
             _targets.add(name)
     return name
+
+
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+    """Why attention of these dtypes cannot be computed on this platform; None if it can. All sizes can."""
+    del gqa
+    if platform != "cpu":
+        return f"it runs on CPU, not on {platform}"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in DTYPES:
+            return f"it does not read {jnp.dtype(dtype).name}"
+    return None
 
 
 def paged_attention(

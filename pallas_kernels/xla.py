@@ -58,13 +58,24 @@ def paged_attention(
         )
 
     out, lse = _ragged(attend, q, block_tables, context_lens, query_starts, head_dim, max_query_len)
+    out, lse = finish(out, lse, v_scale, sinks)
+    return out.astype(q.dtype), lse
+
+
+def finish(
+    out: Float32[Array, "tokens heads head_dim"],
+    lse: Float32[Array, "tokens heads"],
+    v_scale: Scale | None,
+    sinks: Float[Array, "heads"] | None,
+) -> Partial:
+    """Output and log-sum-exp over what the pages hold, with the scale of V and the sinks' logits taken into account."""
     if v_scale is not None:
         out *= v_scale
     if sinks is not None:
         with_sink = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, sinks.astype(jnp.float32)))
         out *= jnp.exp(lse - jnp.where(jnp.isneginf(lse), 0, with_sink))[..., None]
         lse = with_sink
-    return out.astype(q.dtype), lse
+    return out, lse
 
 
 def mla_paged_attention(

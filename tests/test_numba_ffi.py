@@ -105,7 +105,7 @@ def test_calls_of_several_threads_at_once(double):
 def test_the_implementation_chosen_by_platform_and_dtype(monkeypatch):
     assert choose_implementation(None, "cpu", jnp.bfloat16, jnp.uint16) == "numba_cpu"
     assert choose_implementation(None, "cpu", jnp.float16) == "xla"
-    assert choose_implementation(None, "tpu", jnp.bfloat16) == "xla"
+    assert choose_implementation(None, "gpu", jnp.bfloat16) == "xla"
     assert choose_implementation("reference", "tpu", jnp.bfloat16) == "reference"
     with pytest.raises(NotImplementedError, match="runs on CPU, not on gpu"):
         choose_implementation("numba_cpu", "gpu", jnp.bfloat16)

@@ -25,7 +25,7 @@ from paxserve.pallas_kernels import (
 
 GQA: dict[str, Any] = {}
 MLA: dict[str, Any] = {"kv_heads": 1, "head_dim": 20, "latent_dim": 12}
-INTERPRETED = {"mosaic_gpu"}  # on CPU: a few cases, of sizes that the hardware computes
+INTERPRETED = {"mosaic_gpu", "mosaic_tpu"}  # on CPU: a few cases, of sizes that the hardware computes
 FAST_NAMES = sorted(set(IMPLEMENTATIONS) - {"reference"} - INTERPRETED)
 FAST = [
     pytest.param(name, kind, id=f"{name}-{label}")

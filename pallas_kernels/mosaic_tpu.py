@@ -1,0 +1,213 @@
+"""Paged attention on TPU, in Pallas: arranges a ragged batch into the tiles that `mosaic_tpu_kernel` computes.
+
+Sequences with one query token are tiles of their own, in descending order of context, so that those computed side by side
+are of like length. The tokens of longer queries stay where they are: they are cut into blocks of about `QUERY_ROWS` rows,
+and a tile is what one sequence has of one block. A block that several sequences share is several tiles, each of which
+writes its own rows. A batch that mixes both kinds is two calls of the kernel; `max_query_len=1` leaves out the second.
+
+On CPU the kernel is simulated, slowly: its copies, semaphores and memories as on the chip.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int, Num
+
+from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend
+from paxserve.pallas_kernels.xla import Window, finish
+
+DTYPES = ("bfloat16", "float32", "uint16")
+"""Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
+
+BLOCK_KEYS = 512  # of a tile, at most
+CHAINS = 12  # of 8 rows: tiles times heads that a decode computes side by side
+QUERY_ROWS = 256  # per KV head, of a tile of longer queries
+QUERY_KEYS = 512  # that these rows are computed with at a time
+QUERY_HEADS = 2  # that are computed side by side
+SLOTS = 3  # blocks in VMEM
+SLOTS_BYTES = 24 * 2**20  # at most
+STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
+
+
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+    """Why attention of these dtypes and sizes cannot be computed on this platform; None if it can."""
+    if platform not in ("tpu", "cpu"):
+        return f"it runs on TPU and is simulated on CPU, it does not run on {platform}"
+    if gqa is None:
+        return "it does not compute latent attention"
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in DTYPES:
+            return f"it does not read {jnp.dtype(dtype).name}"
+    rows = 32 // jnp.dtype(dtypes[-1]).itemsize  # of a memory tile, which copies cannot cut
+    if gqa.page_size % rows:
+        return f"{jnp.dtype(dtypes[-1]).name} pages must hold a multiple of {rows} tokens, not {gqa.page_size}"
+    return None
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    window: Window,
+    soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+    max_query_len: int | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first."""
+    tokens, heads, head_dim = q.shape
+    kv_pages = load(kv_pages)
+    if kv_pages.shape[-1] == head_dim:
+        kv_pages = jnp.concatenate(split_kv(kv_pages, head_dim), axis=-1)
+    _, kv_heads, page_size, width = kv_pages.shape
+    if window is not None:
+        window = jnp.minimum(window, block_tables.shape[1] * page_size).astype(jnp.int32)
+    has_whole_lanes = head_dim % LANES == 0
+
+    def compute(shape: Shape, rows: Float[Array, "tiles kv_heads rows head_dim"], work: Work) -> tuple[Array, Array]:
+        rows = rows if has_whole_lanes else jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
+        out, lse = attend(
+            rows,
+            kv_pages,
+            block_tables.astype(jnp.int32),
+            work,
+            shape=shape,
+            scale=jnp.float32(scale if k_scale is None else scale * k_scale),
+            window=window,
+            soft_cap=soft_cap,
+            interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
+        )
+        return out[..., -head_dim:], lse[..., 0]
+
+    batch = context_lens.astype(jnp.int32), query_starts.astype(jnp.int32), window
+    row_bytes = -(-width // LANES) * LANES * kv_pages.dtype.itemsize
+    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    out, lse = jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf)
+    if max_query_len != 1:
+        out, lse = _prefill(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes)
+    row, row_out, row_lse = _decode(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes)
+    out, lse = out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
+    out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
+    return out.astype(q.dtype), lse
+
+
+def _decode(
+    compute: Any,
+    q: Float[Array, "tokens kv_heads group head_dim"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    window: Window,
+    page_size: int,
+    max_pages: int,
+    row_bytes: int,
+) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads head_dim"], Float32[Array, "tiles heads"]]:
+    """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
+    tokens, kv_heads, group, head_dim = q.shape
+    rows = -(-group // 8) * 8
+    chains = max(CHAINS * 8 // rows, 1)
+    heads = _largest_divisor(kv_heads, chains)
+    tiles = min(chains // heads, len(context_lens))
+    block_pages = _block_pages(page_size, max_pages, tiles * kv_heads * row_bytes)
+    shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * page_size, SLOTS)
+
+    context = jnp.where(jnp.diff(query_starts) == 1, context_lens, 0)
+    context = jnp.pad(context, (0, -len(context) % tiles))
+    seq = jnp.argsort(-context).astype(jnp.int32)
+    context = context[seq]
+    work = Work(
+        seq=jnp.where(context > 0, seq, 0),
+        position=context - 1,
+        first_key=jnp.zeros_like(seq) if window is None else jnp.maximum(context - window, 0),
+        end_key=context,
+        first_row=jnp.zeros_like(seq),
+        end_row=jnp.full_like(seq, rows),
+        query_block=jnp.arange(len(seq) // tiles, dtype=jnp.int32),
+        steps=-(-jnp.sum(context > 0) // tiles),
+    )
+    token = query_starts[work.seq]
+    out, lse = compute(shape, jnp.pad(q[token], ((0, 0), (0, 0), (0, rows - group), (0, 0))), work)
+    out = out[:, :, :group].reshape(len(seq), kv_heads * group, head_dim)
+    return jnp.where(context > 0, token, tokens), out, lse[:, :, :group].reshape(len(seq), kv_heads * group)
+
+
+def _prefill(
+    compute: Any,
+    q: Float[Array, "tokens kv_heads group head_dim"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    window: Window,
+    page_size: int,
+    max_pages: int,
+    row_bytes: int,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
+    tokens, kv_heads, group, head_dim = q.shape
+    most_rows = min(QUERY_ROWS, STATE_BYTES // (kv_heads * (2 * row_bytes + 4 * head_dim + 16 * LANES)))
+    block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
+    blocks, rows = -(-tokens // block), block * group
+    block_pages = _block_pages(page_size, max_pages, kv_heads * row_bytes)
+    keys = page_size * min(_power_of_two(max(QUERY_KEYS // page_size, 1)), block_pages)
+    shape = Shape(rows, group, 1, _largest_divisor(kv_heads, QUERY_HEADS), block_pages, keys, SLOTS)
+
+    starts, ends = query_starts[:-1], query_starts[1:]
+    is_long = (ends - starts > 1) & (context_lens > 0)
+    first_block = starts // block
+    seq_tiles = jnp.where(is_long, -(-ends // block) - first_block, 0)
+    tile_ends = jnp.cumsum(seq_tiles)
+    tile = jnp.arange(blocks + min(len(starts), tokens // 2), dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32), len(starts) - 1)
+    query_block = first_block[seq] + tile - (tile_ends - seq_tiles)[seq]
+    first_token, context = query_block * block, context_lens[seq]
+    position = context - ends[seq] + first_token
+    first_position = jnp.maximum(position, context - (ends - starts)[seq])
+    is_tile = tile < tile_ends[-1]
+    work = Work(
+        seq=seq,
+        position=position,
+        first_key=jnp.zeros_like(seq) if window is None else jnp.maximum(first_position - window + 1, 0),
+        end_key=jnp.where(is_tile, jnp.minimum(position + block, context), 0),
+        first_row=(starts[seq] - first_token) * group,
+        end_row=(ends[seq] - first_token) * group,
+        query_block=jnp.where(is_tile, query_block, 0),
+        steps=tile_ends[-1],
+    )
+    padded = jnp.pad(q, ((0, blocks * block - tokens), (0, 0), (0, 0), (0, 0)))
+    out, lse = compute(
+        shape,
+        padded.reshape(blocks, block, kv_heads, group, head_dim).swapaxes(1, 2).reshape(blocks, kv_heads, rows, -1),
+        work,
+    )
+
+    def by_token(x: Array) -> Array:
+        x = x.reshape(blocks, kv_heads, block, group, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(blocks * block, kv_heads * group, *x.shape[4:])[:tokens]
+
+    token = jnp.arange(tokens)
+    owner = jnp.clip(jnp.searchsorted(query_starts, token, side="right") - 1, 0, len(starts) - 1)
+    is_written = is_long[owner] & (token < ends[-1])
+    return (
+        jnp.where(is_written[:, None, None], by_token(out), 0),
+        jnp.where(is_written[:, None], by_token(lse), -jnp.inf),
+    )
+
+
+def _block_pages(page_size: int, max_pages: int, key_bytes: int) -> int:
+    """Pages of a block of the tiles of a step, whose keys and values take `key_bytes` of VMEM per position."""
+    keys = min(BLOCK_KEYS, SLOTS_BYTES // (SLOTS * key_bytes))
+    return _power_of_two(max(min(keys // page_size, TABLE_ROW, 2 * max_pages - 1), 1))
+
+
+def _power_of_two(most: int) -> int:
+    return 2 ** (most.bit_length() - 1)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if number % n == 0)

@@ -1,0 +1,374 @@
+"""The Pallas kernel (Mosaic TPU) behind `mosaic_tpu`: attention of tiles of query rows over paged KV.
+
+Grid. A *tile* is `rows` query rows of every KV head that belong to one sequence: the query heads of a decode's only token,
+or those of a run of a prompt's tokens. A grid step computes `Shape.tiles` of them side by side, each over its own sequence,
+so that the chains matmul - maximum - exp - matmul of tiles and heads, which depend on nothing of each other, overlap.
+Steps are as many as have work: the grid's size is a value of the batch.
+
+Loop. A step walks over blocks of `block_pages` pages, aligned in the sequence, from each tile's first page (a sliding
+window's) to its last: as many as its longest tile has. Running maximum, sum and output of the online softmax
+(arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
+
+Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, where `slot` counts blocks over the whole grid:
+a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. The block's page ids are
+copied, 128 entries of the block table at a time, from HBM into SMEM one block before its pages are asked for, so that tables
+may be of any width. One semaphore per slot and tile counts the bytes of its pages.
+
+What was not read, because it lies outside the context or the window, is cleared before its block is used: a weight of 0
+does not hide a NaN.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int, Int32, Num
+
+TABLE_ROW = 128  # entries of a block table that lie in a row of lanes
+ISSUE = 8  # page copies started per turn of a loop
+MASKED = -1e30  # a hidden logit
+LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
+VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a kernel is made for; all of them are static.
+
+    rows: query rows of a tile and KV head, a multiple of 8.
+    group: consecutive rows at one position; row `r` stands at the tile's position plus `r // group`.
+    tiles: tiles per grid step.
+    heads: KV heads that are computed at a time, a divisor of their number.
+    block_pages: pages per block, a power of two.
+    keys: keys that are computed at a time, a divisor of a block's.
+    slots: blocks in VMEM.
+    """
+
+    rows: int
+    group: int
+    tiles: int
+    heads: int
+    block_pages: int
+    keys: int
+    slots: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Work:
+    """What the tiles are, tile `i` being number `i % tiles` of step `i // tiles`. All arrays but the last are [tiles].
+
+    seq: its row of the block tables. position: of its row 0; negative if that row belongs to another sequence.
+    first_key, end_key: the range of keys that its rows see; empty for a tile without work.
+    first_row, end_row: the range of rows that are its sequence's.
+    query_block [steps]: which rows of queries and output a step reads and writes, ascending.
+    steps: the number of steps with work; the arrays may be longer.
+    """
+
+    seq: Int32[Array, "tiles"]
+    position: Int32[Array, "tiles"]
+    first_key: Int32[Array, "tiles"]
+    end_key: Int32[Array, "tiles"]
+    first_row: Int32[Array, "tiles"]
+    end_row: Int32[Array, "tiles"]
+    query_block: Int32[Array, "steps"]
+    steps: Int32[Array, ""]
+
+
+SEQ, POSITION, FIRST_PAGE, END_PAGE, END_KEY, FIRST_ROW, END_ROW = range(7)
+
+
+def attend(
+    q: Float[Array, "tiles kv_heads rows key_dim"],
+    kv_pages: Num[Array, "pages kv_heads page_size width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    work: Work,
+    *,
+    shape: Shape,
+    scale: Float[Array, ""],
+    window: Int[Array, ""] | None,
+    soft_cap: float | None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "tiles kv_heads rows value_dim"], Float32[Array, "tiles kv_heads rows 128"]]:
+    """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
+
+    key_dim is head_dim, and the output's width too, if that is a multiple of 128 lanes. Else it is the pages' width: rows
+    of K|V are used as they lie, zeros in `q` leave V out of the logits, and the output's second half is the result.
+    Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
+    """
+    _, kv_heads, page_size, width = kv_pages.shape
+    key_dim = q.shape[-1]
+    values = slice(key_dim, width) if key_dim < width else slice(0, width)
+    value_dim = values.stop - values.start
+    block_pages, tiles, rows, group = shape.block_pages, shape.tiles, shape.rows, shape.group
+    block_keys = block_pages * page_size
+    blocks_per_refill = TABLE_ROW // block_pages
+    dtype = q.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    def kernel(
+        items: Any, counts: Any, query_block: Any, limit: Any, factor: Any, tables: Any, q_ref: Any, pages: Any,
+        out: Any, lse: Any, ids: Any, kv: Any, top: Any, total: Any, acc: Any, cursor: Any, first_page: Any, end_page: Any,
+        full: Any, ids_sem: Any, kv_sem: Any,
+    ) -> None:  # fmt: skip
+        del query_block  # for the block specs
+        step, steps = pl.program_id(0), pl.num_programs(0)
+
+        def field(number: int, item: Array) -> Array:
+            return items[number * len(work.seq) + item]
+
+        def first_block(item: Array) -> Array:
+            return _divide(field(FIRST_PAGE, item), block_pages)
+
+        def refills(number: Array) -> Array:
+            """Whether the page ids of the blocks from `number` on are copied before it."""
+            return number & (blocks_per_refill - 1) == 0
+
+        def ids_copy(item: Array, number: Array, tile: int) -> Any:
+            row = jnp.minimum(_divide(first_block(item) + number, blocks_per_refill), tables.shape[1] // TABLE_ROW - 2)
+            source = tables.at[field(SEQ, item), pl.ds(pl.multiple_of(row * TABLE_ROW, TABLE_ROW), 2 * TABLE_ROW)]
+            return pltpu.make_async_copy(source, ids.at[pl.ds(tile * 2 * TABLE_ROW, 2 * TABLE_ROW)], ids_sem)
+
+        def start_pages(item: Array, number: Array, slot: Array, tile: int) -> Array:
+            """Start the copies of a tile's block, note which pages they are; whether all of it is to be used."""
+            block = first_block(item) + number
+            start = block * block_pages
+            first = jnp.maximum(field(FIRST_PAGE, item) - start, 0)
+            end = jnp.clip(field(END_PAGE, item) - start, 0, block_pages)
+            first_page[slot * tiles + tile], end_page[slot * tiles + tile] = first, end
+            since_refill = number & (blocks_per_refill - 1)
+            in_row = (block - since_refill) & (blocks_per_refill - 1)  # where the copied ids begin
+            offset = (in_row + since_refill) * block_pages + tile * 2 * TABLE_ROW
+
+            def start_page(page: Array) -> None:
+                source = pages.at[ids[offset + page]]
+                pltpu.make_async_copy(source, kv.at[slot, tile, page], kv_sem.at[slot]).start()
+
+            def start_turn(turn: Array | int, unrolled: int = min(ISSUE, block_pages)) -> None:
+                for k in range(unrolled):
+                    start_page(first + turn * unrolled + k)
+
+            is_whole = end - first == block_pages
+            pl.when(is_whole)(lambda: _loop(-(-block_pages // ISSUE), start_turn))
+
+            @pl.when(jnp.logical_not(is_whole))
+            def _() -> None:
+                turns = _divide(end - first, ISSUE)
+                pl.loop(0, turns)(start_turn)
+                pl.loop(first + turns * ISSUE, end)(start_page)
+
+            return (first == 0) & (field(END_KEY, item) >= (block + 1) * block_keys)
+
+        def fetch() -> None:
+            """Start the copies of the block at the cursor, and move the cursor on."""
+            at, number, slot = cursor[0], cursor[1], cursor[2]
+
+            @pl.when(at < steps)
+            def _() -> None:
+                pl.when(refills(number))(pltpu.make_async_copy(ids, ids, ids_sem).wait)
+                is_full = [start_pages(at * tiles + tile, number, slot, tile) for tile in range(tiles)]
+                full[slot] = functools.reduce(jnp.logical_and, is_full).astype(jnp.int32)
+                is_last = number + 1 >= counts[at]
+                seek(jnp.where(is_last, at + 1, at), jnp.where(is_last, 0, number + 1), next_slot(slot))
+
+        def seek(at: Array, number: Array, slot: Array) -> None:
+            cursor[0], cursor[1], cursor[2] = at, number, slot
+
+            @pl.when((at < steps) & refills(number))
+            def _() -> None:
+                for tile in range(tiles):
+                    ids_copy(at * tiles + tile, number, tile).start()
+
+        def next_slot(slot: Array) -> Array:
+            return jnp.where(slot + 1 == shape.slots, 0, slot + 1)
+
+        def wait(slot: Array, tile: int) -> None:
+            """Wait for as many pages as a tile's block has, by the binary digits of their number."""
+            pages_read = end_page[slot * tiles + tile] - first_page[slot * tiles + tile]
+            for digit in range(block_pages.bit_length()):
+                some = kv.at[slot, tile, pl.ds(0, 2**digit)]
+                pl.when(pages_read & 2**digit != 0)(pltpu.make_async_copy(some, some, kv_sem.at[slot]).wait)
+
+        def clear(item: Array, number: Array, slot: Array, tile: int) -> None:
+            """Zero the V of the part of a tile's block that was not read or is not used."""
+            first, end = first_page[slot * tiles + tile], end_page[slot * tiles + tile]
+
+            @pl.when(end > 0)
+            def _() -> None:
+                def clear_page(page: Array) -> None:
+                    kv[slot, tile, page, :, :, values] = jnp.zeros((kv_heads, page_size, value_dim), kv.dtype)
+
+                pl.loop(0, first)(clear_page)
+                pl.loop(end, block_pages)(clear_page)
+                used = field(END_KEY, item) - ((first_block(item) + number) * block_pages + end - 1) * page_size
+                row = lax.broadcasted_iota(jnp.int32, (kv_heads, page_size, value_dim), 1)
+                last = kv[slot, tile, end - 1, :, :, values]
+                kv[slot, tile, end - 1, :, :, values] = jnp.where(row < used, last, jnp.zeros_like(last))
+
+        row_number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        distance = lax.broadcasted_iota(jnp.int32, (1, shape.keys), 1) * group - row_number  # [rows, keys]
+
+        def compute(number: Array, slot: Array, head: Array | int, piece: Array | int) -> None:
+            """A turn of the online softmax: one piece of a block, for `shape.heads` heads of every tile.
+
+            It goes stage by stage, loads before stores, so that the chains of all tiles and heads overlap.
+            """
+            chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
+            part = pl.ds(piece * (shape.keys // page_size), shape.keys // page_size)
+
+            def load(tile: int, h: Array, columns: slice) -> Array:
+                return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
+
+            def find_logits(tile: int, h: Array) -> Array:
+                dims = (((1,), (1,)), ((), ()))
+                k = load(tile, h, slice(0, key_dim))
+                x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32) * factor[0]
+                if soft_cap is not None:
+                    x = soft_cap * jnp.tanh(x * (1 / soft_cap))
+                # Row r stands at position + r // group and sees key k if group * k - r <= group * position.
+                item = step * tiles + tile
+                last = field(POSITION, item) - (first_block(item) + number) * block_keys - piece * shape.keys
+                visible = distance <= last * group
+                if window is not None:
+                    visible &= distance > (last - limit[0]) * group
+                return jnp.where(visible, x, MASKED)
+
+            def by_lane(w: Array) -> Array:
+                """Sums that add up to the rows' sums: adding up lanes is left for the end."""
+                if shape.keys % LANES:
+                    return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (rows, LANES))
+                return sum(w[:, i : i + LANES] for i in range(0, shape.keys, LANES))
+
+            logits = [find_logits(*chain) for chain in chains]
+            old = [top[tile, h] for tile, h in chains]
+            new = [jnp.maximum(o, x.max(1, keepdims=True)) for o, x in zip(old, logits, strict=True)]
+            fade = [jnp.exp(o - n) for o, n in zip(old, new, strict=True)]
+            weights = [jnp.exp(x - _repeat(n, shape.keys)) for x, n in zip(logits, new, strict=True)]
+            products = [
+                jnp.dot(w.astype(dtype), load(tile, h, values), precision=precision, preferred_element_type=jnp.float32)
+                for (tile, h), w in zip(chains, weights, strict=True)
+            ]
+            for (tile, h), f, n, w, y in zip(chains, fade, new, weights, products, strict=True):
+                top[tile, h] = n
+                total[tile, h] = total[tile, h] * f + by_lane(w)
+                y += acc[tile, h] * _repeat(f, value_dim)
+                if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
+                    y = jnp.where(end_page[slot * tiles + tile] > 0, y, acc[tile, h])
+                acc[tile, h] = y
+
+        @pl.when(step == 0)
+        def _() -> None:
+            cursor[3] = 0
+            seek(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+            for _ in range(shape.slots - 1):
+                fetch()
+
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+        @pl.loop(0, counts[step])
+        def _(number: Array) -> None:
+            fetch()
+            slot = cursor[3]
+            cursor[3] = next_slot(slot)
+            pl.when(full[slot] == 1)(pltpu.make_async_copy(kv.at[slot], kv.at[slot], kv_sem.at[slot]).wait)
+
+            @pl.when(full[slot] == 0)
+            def _() -> None:
+                for tile in range(tiles):  # all of them first: they share a semaphore
+                    wait(slot, tile)
+                for tile in range(tiles):
+                    clear(step * tiles + tile, number, slot, tile)
+
+            _loop(kv_heads // shape.heads, lambda i: _loop(
+                block_keys // shape.keys, lambda piece: compute(number, slot, i * shape.heads, piece)
+            ))  # fmt: skip
+
+        for tile in range(tiles):
+            item = step * tiles + tile
+            is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
+            for h in range(kv_heads):
+                weight = total[tile, h].sum(1, keepdims=True)
+                y = acc[tile, h] / weight
+                log = top[tile, h] + jnp.log(weight)
+                if group < rows:  # the other rows are those of tiles before and after
+                    y = jnp.where(is_own, y, out[tile, h].astype(jnp.float32))
+                    log = jnp.where(is_own, log, lse[tile, h])
+                out[tile, h], lse[tile, h] = y.astype(dtype), log
+
+    first, end = work.first_key // page_size, -(-work.end_key // page_size)
+    blocks = jnp.where(end > 0, -(-end // block_pages) - first // block_pages, 0)
+    items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
+    counts = blocks.reshape(-1, tiles).max(1)
+    spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
+    scalars = (
+        items,
+        counts,
+        work.query_block,
+        jnp.reshape(jnp.int32(0) if window is None else window, 1),
+        jnp.reshape(scale, 1),
+    )
+
+    def per_step(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tiles, kv_heads, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0, 0))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(jnp.maximum(work.steps, 1),),
+            in_specs=[in_hbm, per_step(key_dim), in_hbm],
+            out_specs=[per_step(value_dim), per_step(LANES)],
+            scratch_shapes=[
+                pltpu.SMEM((tiles * 2 * TABLE_ROW,), jnp.int32),
+                pltpu.VMEM((shape.slots, tiles, block_pages, kv_heads, page_size, width), kv_pages.dtype),
+                pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((tiles, kv_heads, rows, value_dim), jnp.float32),
+                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SMEM((shape.slots * tiles,), jnp.int32),
+                pltpu.SMEM((shape.slots * tiles,), jnp.int32),
+                pltpu.SMEM((shape.slots,), jnp.int32),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA((shape.slots,)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*q.shape[:3], value_dim), dtype),
+            jax.ShapeDtypeStruct((*q.shape[:3], LANES), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_LIMIT,
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
+        ),
+        interpret=interpret,
+        name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys",
+    )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
+
+
+def _loop(count: int, body: Any) -> None:
+    """`body(i)` for i in range(count), which is unrolled if there is only one."""
+    if count == 1:
+        body(0)
+    else:
+        pl.loop(0, count)(body)
+
+
+def _divide(number: Array, power_of_two: int) -> Array:
+    """The quotient of a number that is not negative."""
+    return lax.shift_right_logical(number, power_of_two.bit_length() - 1)
+
+
+def _repeat(x: Float32[Array, "rows 128"], width: int) -> Float32[Array, "rows width"]:
+    """A value per row, in all of its lanes, in `width` lanes."""
+    return x[:, :1] if width % LANES else jnp.concatenate([x] * (width // LANES), axis=1)

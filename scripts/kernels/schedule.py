@@ -1,0 +1,125 @@
+"""Reads the schedules that libtpu writes of the TPU kernels it compiles.
+
+libtpu's `packed-bundles-post-ra` dump has one line per issue slot, stalls included, with the targets of branches; its
+`static-per-bundle-utilization` dump says which units each slot uses. What they do not say is how long a copy takes: the
+cycles here are those of a kernel that never waits for memory.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PASSES = "(packed-bundles-post-ra|utilization)"
+"""The value of `--xla_jf_dump_llo_pass_label_regex` for what is read here."""
+
+DELAY_SLOTS = {"v5e": 4, "v5p": 4, "v6e": 4, "tpu7x": 6}
+"""Issue slots after a branch that are executed before it is taken."""
+
+_LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{(.*)$")
+_BRANCH = re.compile(r"sbr\.(?:rel|abs)\s+(\([^)]*\))?\s*target bundleno = (\d+)")
+_COPY = re.compile(r"= dma\.(?!done)[a-z_.]+")
+
+Starts = tuple[int, int]
+"""Of copies, on the way through a loop: the loops that start several per turn, and the copies outside of loops."""
+
+
+@dataclass
+class Loop:
+    """A loop of the schedule: its first and last slot, and what is in it.
+
+    walks: the fewest cycles of a turn that does all of the loop's matrix work, by the copies it starts; loops within it
+        are free. copies, spills: in its code, without the loops within it. matmuls: with them.
+    """
+
+    first: int
+    last: int
+    inner: list["Loop"] = field(default_factory=list)
+    walks: dict[Starts, int] = field(default_factory=dict)
+    copies: int = 0
+    spills: int = 0
+    matmuls: int = 0
+
+    def within(self) -> list["Loop"]:
+        return [self, *(deeper for loop in self.inner for deeper in loop.within())]
+
+    def cost(self, loops: int, copies: int) -> int:
+        """Of the cheapest turn that meets that many loops that start copies, and itself starts that many, or more."""
+        return min(cost for starts, cost in self.walks.items() if starts[0] >= loops and starts[1] >= copies)
+
+
+def read_kernels(folder: Path, target: str, name: str) -> dict[str, Loop]:
+    """The Pallas kernels in a dump whose name begins with `name`, as the loop of their grid."""
+    kernels = {}
+    for path in folder.glob(f"*-{name}*-packed-bundles-post-ra.txt"):
+        match = re.fullmatch(rf"\d+-({name}[^.]*)\.\d+-\d+-packed-bundles-post-ra\.txt", path.name)
+        if match:
+            prefix = path.name[: match.end(1)]
+            usage = next(folder.glob(f"{prefix}*-pre-delay_hlo-static-per-bundle-utilization.txt"))
+            kernels[match[1]] = _read(path.read_text(errors="replace"), usage.read_text(), DELAY_SLOTS[target])
+    return kernels
+
+
+def _read(schedule: str, usage: str, delay: int) -> Loop:
+    labels, slots = [], []
+    for line in schedule.splitlines():
+        if match := _LINE.match(line):
+            labels.append(match[2])
+            slots.append(match[3])
+        elif slots:
+            slots[-1] += line
+    rows = [line.split() for line in usage.splitlines()[4:] if line.strip()]  # MXU first, spills in the ninth column
+    matmuls, spills = ([int(row[column]) for row in rows] for column in (0, 8))
+    matmuls += [0] * (len(slots) - len(matmuls))
+    spills += [0] * (len(slots) - len(spills))
+    copies = [len(_COPY.findall(slot)) for slot in slots]
+    branches = {i: (bool(m[1]), int(m[2])) for i, slot in enumerate(slots) if (m := _BRANCH.search(slot))}
+
+    root = Loop(0, len(slots) - 1)
+    open_loops = [root]
+    for i, label in enumerate(labels):
+        back = [source for source, (_, to) in branches.items() if to == i and source >= i] if label == "LB" else []
+        if back:
+            while i > open_loops[-1].last:
+                open_loops.pop()
+            loop = Loop(i, min(max(back) + delay, len(slots) - 1))
+            open_loops[-1].inner.append(loop)
+            open_loops.append(loop)
+    for loop in reversed(root.within()):
+        own = set(range(loop.first, loop.last + 1))
+        loop.matmuls = sum(matmuls[i] for i in own)
+        for inner in loop.inner:
+            own -= set(range(inner.first, inner.last + 1))
+        loop.copies, loop.spills = sum(copies[i] for i in own), sum(spills[i] for i in own)
+        loop.walks = _walk(loop, branches, delay, matmuls, copies)
+    return root
+
+
+def _walk(
+    loop: Loop, branches: dict[int, tuple[bool, int]], delay: int, matmuls: list[int], copies: list[int]
+) -> dict[Starts, int]:
+    inner = {x.first: x for x in loop.inner}
+    size = loop.last - loop.first + 1
+    ways: list[dict[Starts, tuple[int, int]]] = [{} for _ in range(size + 1)]  # to (- matrix work, cycles)
+    ways[0] = {(0, 0): (0, 0)}
+
+    def go(start: int, end: int, cycles: int, work: int, starts: Starts) -> None:
+        to = ways[min(end - loop.first, size)]
+        for key, (less_work, cost) in ways[start - loop.first].items():
+            new_key = (key[0] + starts[0], key[1] + starts[1])
+            new = (less_work - work, cost + cycles)
+            to[new_key] = min(to.get(new_key, new), new)
+
+    for slot in range(loop.first, loop.last + 1):
+        if slot in inner and slot > loop.first:
+            within = inner[slot]
+            go(slot, within.last + 1, 0, within.matmuls, (int(within.copies > 1), 0))
+            continue
+        branch = slot - delay  # taken only now
+        is_own = branch >= loop.first and not any(x.first <= branch <= x.last for x in loop.inner)
+        conditional, target = branches.get(branch, (True, 0)) if is_own else (True, 0)
+        if target > slot:
+            go(slot, target, 1, matmuls[slot], (0, copies[slot]))
+        if conditional:
+            go(slot, slot + 1, 1, matmuls[slot], (0, copies[slot]))
+    most = min((work for work, _ in ways[size].values()), default=0)
+    return {key: cost for key, (work, cost) in ways[size].items() if work == most}

@@ -1,0 +1,82 @@
+"""The TPU kernels, simulated with race detection: a choice of the cases that every implementation passes, and their edges.
+
+`scripts/check_kernels` compiles them for the chips.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from test_paged_attention import MIXED, Case, assert_close
+
+from paxserve.pallas_kernels import GQASizes, choose_implementation, mosaic_tpu, paged_attention
+
+EVERYTHING = {"window": jnp.int32(21), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}
+CASES = {
+    "mixed, in small blocks": Case(**MIXED, padding=40, options=EVERYTHING),
+    "decode with padding rows, head_dim 128": Case(
+        (1, 0, 1, 1, 1), (40, 0, 3, 77, 1), head_dim=128, padding=2, page_size=8, options={"max_query_len": 1}
+    ),
+    "a table longer than is copied at once": Case(
+        (1, 1), (1100, 1), heads=2, kv_heads=1, page_size=8, options={"max_query_len": 1}
+    ),
+    "only padding": Case((0, 0), (0, 0), padding=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    """Race detection, and blocks so small that a few tokens fill several."""
+    for name, size in {"BLOCK_KEYS": 32, "QUERY_ROWS": 48, "QUERY_KEYS": 16}.items():
+        monkeypatch.setattr(mosaic_tpu, name, size)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        yield
+    races = interpret_pallas_call.races
+    pltpu.reset_tpu_interpret_mode_state()
+    assert races is None or not races.races_found
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=label) for label, case in CASES.items()])
+def test_matches_numpy(case: Case) -> None:
+    assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
+def test_bfloat16_with_every_free_slot_nan() -> None:
+    case = Case((1, 1, 20), (50, 1, 33), heads=4, kv_heads=2, head_dim=64, dtype=jnp.bfloat16, seed=3)
+    out, lse = case.run("mosaic_tpu")
+    expected, expected_lse = case.run("reference")
+    assert np.abs(out - expected).max() < 2**-6
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
+
+
+def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
+    """Infinite values of one sequence stay in the buffers that the next ones use."""
+    case = Case((1, 1, 1), (60, 3, 20), heads=2, kv_heads=1, options={"max_query_len": 1})
+    expected = case.numpy()
+    case.kv_pages = case.kv_pages.at[case.block_tables[0, :4]].set(jnp.inf)
+    out, lse = case.run("mosaic_tpu")
+    assert_close((out[1:3], lse[1:3]), (expected[0][1:3], expected[1][1:3]), atol=1e-5)
+
+
+def test_chosen_on_tpu_for_what_it_computes() -> None:
+    assert choose_implementation(None, "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 8)) == "xla"
+    assert choose_implementation(None, "tpu", jnp.float16, gqa=GQASizes(8, 2, 128, 32)) == "xla"
+    assert choose_implementation(None, "tpu", jnp.bfloat16) == "xla"
+    with pytest.raises(NotImplementedError, match="does not run on gpu"):
+        choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="does not compute latent attention"):
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 8))
+    with pytest.raises(NotImplementedError, match="does not read float16"):
+        paged_attention(
+            jnp.zeros((1, 1, 16), jnp.float16),
+            jnp.zeros((2, 1, 16, 32), jnp.float16),
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            jnp.arange(2),
+            scale=1.0,
+            implementation="mosaic_tpu",
+        )
