@@ -222,10 +222,10 @@ def attend(
             chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
             part = pl.ds(piece * (shape.keys // page_size), shape.keys // page_size)
 
-            def load(tile: int, h: Array, columns: slice) -> Array:
+            def load(tile: int, h: Array | int, columns: slice) -> Array:
                 return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
 
-            def find_logits(tile: int, h: Array) -> Array:
+            def find_logits(tile: int, h: Array | int) -> Array:
                 dims = (((1,), (1,)), ((), ()))
                 k = load(tile, h, slice(0, key_dim))
                 x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32) * factor[0]
@@ -243,7 +243,7 @@ def attend(
                 """Sums that add up to the rows' sums: adding up lanes is left for the end."""
                 if shape.keys % LANES:
                     return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (rows, LANES))
-                return sum(w[:, i : i + LANES] for i in range(0, shape.keys, LANES))
+                return functools.reduce(jnp.add, [w[:, i : i + LANES] for i in range(0, shape.keys, LANES)])
 
             logits = [find_logits(*chain) for chain in chains]
             old = [top[tile, h] for tile, h in chains]

@@ -50,6 +50,14 @@ def test_bfloat16_with_every_free_slot_nan() -> None:
     np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
 
 
+def test_int8_pages() -> None:
+    case = Case((1, 1), (50, 33), heads=4, kv_heads=2, page_size=32, options={"max_query_len": 1})
+    case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
+    result = case.run("mosaic_tpu", k_scale=jnp.float32(0.03), v_scale=jnp.float32(0.05))
+    case.kv_pages = case.kv_pages * jnp.repeat(jnp.asarray([0.03, 0.05]), case.head_dim)
+    assert_close(result, case.run("reference"), atol=2e-5)
+
+
 def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
     """Infinite values of one sequence stay in the buffers that the next ones use."""
     case = Case((1, 1, 1), (60, 3, 20), heads=2, kv_heads=1, options={"max_query_len": 1})
