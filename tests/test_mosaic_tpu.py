@@ -3,9 +3,11 @@
 `scripts/check_kernels` compiles them for the chips.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_paged_attention
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from test_paged_attention import MIXED, Case, assert_close
@@ -27,9 +29,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    """Race detection, and blocks so small that a few tokens fill several."""
+    """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
     for name, size in {"BLOCK_KEYS": 32, "QUERY_ROWS": 48, "QUERY_KEYS": 16}.items():
         monkeypatch.setattr(mosaic_tpu, name, size)
+    quick = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(
+        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)
+    )
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races
