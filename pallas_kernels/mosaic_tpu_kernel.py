@@ -10,9 +10,9 @@ window's) to its last: as many as its longest tile has. Running maximum, sum and
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
 
 Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, where `slot` counts blocks over the whole grid:
-a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. The block's page ids are
-copied, 128 entries of the block table at a time, from HBM into SMEM one block before its pages are asked for, so that tables
-may be of any width. One semaphore per slot and tile counts the bytes of its pages.
+a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. A semaphore per slot counts the
+bytes of its pages, those of all tiles. Page ids are copied from HBM into SMEM, two rows of lanes of a tile's block table at
+a time, a block before its pages are asked for: tables may be of any width.
 
 What was not read, because it lies outside the context or the window, is cleared before its block is used: a weight of 0
 does not hide a NaN.
