@@ -10,9 +10,9 @@ window's) to its last: as many as its longest tile has. Running maximum, sum and
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
 
 Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, where `slot` counts blocks over the whole grid:
-a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. The block's page ids are
-copied, 128 entries of the block table at a time, from HBM into SMEM one block before its pages are asked for, so that tables
-may be of any width. One semaphore per slot and tile counts the bytes of its pages.
+a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. A semaphore per slot counts the
+bytes of its pages, those of all tiles. Page ids are copied from HBM into SMEM, two rows of lanes of a tile's block table at
+a time, a block before its pages are asked for: tables may be of any width.
 
 What was not read, because it lies outside the context or the window, is cleared before its block is used: a weight of 0
 does not hide a NaN.
@@ -222,10 +222,10 @@ def attend(
             chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
             part = pl.ds(piece * (shape.keys // page_size), shape.keys // page_size)
 
-            def load(tile: int, h: Array, columns: slice) -> Array:
+            def load(tile: int, h: Array | int, columns: slice) -> Array:
                 return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
 
-            def find_logits(tile: int, h: Array) -> Array:
+            def find_logits(tile: int, h: Array | int) -> Array:
                 dims = (((1,), (1,)), ((), ()))
                 k = load(tile, h, slice(0, key_dim))
                 x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32) * factor[0]
@@ -243,7 +243,7 @@ def attend(
                 """Sums that add up to the rows' sums: adding up lanes is left for the end."""
                 if shape.keys % LANES:
                     return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (rows, LANES))
-                return sum(w[:, i : i + LANES] for i in range(0, shape.keys, LANES))
+                return functools.reduce(jnp.add, [w[:, i : i + LANES] for i in range(0, shape.keys, LANES)])
 
             logits = [find_logits(*chain) for chain in chains]
             old = [top[tile, h] for tile, h in chains]

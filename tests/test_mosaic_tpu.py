@@ -3,9 +3,11 @@
 `scripts/check_kernels` compiles them for the chips.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_paged_attention
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from test_paged_attention import MIXED, Case, assert_close
@@ -27,9 +29,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    """Race detection, and blocks so small that a few tokens fill several."""
+    """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
     for name, size in {"BLOCK_KEYS": 32, "QUERY_ROWS": 48, "QUERY_KEYS": 16}.items():
         monkeypatch.setattr(mosaic_tpu, name, size)
+    quick = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(
+        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)
+    )
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races
@@ -48,6 +54,14 @@ def test_bfloat16_with_every_free_slot_nan() -> None:
     expected, expected_lse = case.run("reference")
     assert np.abs(out - expected).max() < 2**-6
     np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
+
+
+def test_int8_pages() -> None:
+    case = Case((1, 1), (50, 33), heads=4, kv_heads=2, page_size=32, options={"max_query_len": 1})
+    case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
+    result = case.run("mosaic_tpu", k_scale=jnp.float32(0.03), v_scale=jnp.float32(0.05))
+    case.kv_pages = case.kv_pages * jnp.repeat(jnp.asarray([0.03, 0.05]), case.head_dim)
+    assert_close(result, case.run("reference"), atol=2e-5)
 
 
 def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
