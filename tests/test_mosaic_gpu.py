@@ -118,7 +118,7 @@ def interpret(case: Case, *, ctas: int, **params: Any) -> tuple[np.ndarray, np.n
     ("case", "ctas"),
     [
         (Case((1, 40, 1), (300, 170, 64), heads=4, kv_heads=1, **HALF, options=ALIGNED), 7),
-        (Case((3, 1), (100, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 5),
+        (Case((3, 1), (400, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 2),
     ],
     ids=["one kv head, cut often", "groups of 20, pages of 8"],
 )
