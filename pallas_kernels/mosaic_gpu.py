@@ -10,8 +10,9 @@ warpgroup and goes through its items one after the other:
     loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
               refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
 
-64 rows are wgmma's least: a decode fills `group` of them, which is still less work than reading the keys. An item that
-lies in one share is final; the pieces of others go to `parts` and a second kernel merges them by their log-sum-exp.
+64 rows are wgmma's least: a decode fills `group` of them, which by the instructions' count (some 420 a warp for a block)
+should still take less time than reading the keys. An item that lies in one share is final; the pieces of others go to
+`parts` and a second kernel merges them by their log-sum-exp.
 
 Maxima are rounded to integers, so that every rescaling is by a power of two: P is then rounded to 16 bits alike wherever
 an item was cut, and a result does not depend on the rest of the batch but for the order of float32 sums.
