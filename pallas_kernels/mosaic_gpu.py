@@ -5,13 +5,14 @@ the multiprocessors, each with an equal share of the batch's key blocks (see mos
 warpgroup and goes through its items one after the other:
 
     q_smem    the item's query rows, row r being head r % group of token r // group; then its output
-    kv_smem   a ring of STAGES blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
+    kv_smem   a ring of blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
               page or 64 tokens of a longer one
     loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
               refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
 
-64 rows are wgmma's least: a decode fills `group` of them, which is still less work than reading the keys. An item that
-lies in one share is final; the pieces of others go to `parts` and a second kernel merges them by their log-sum-exp.
+64 rows are wgmma's least: a decode fills `group` of them, which by the instructions' count (some 420 a warp for a block)
+should still take less time than reading the keys. An item that lies in one share is final; the pieces of others go to
+`parts` and a second kernel merges them by their log-sum-exp.
 
 Maxima are rounded to integers, so that every rescaling is by a power of two: P is then rounded to 16 bits alike wherever
 an item was cut, and a result does not depend on the rest of the batch but for the order of float32 sums.
@@ -32,7 +33,8 @@ from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of an item
-STAGES = 2
+STAGES = {64: 3, 128: 2}  # by head_dim: blocks of keys in shared memory
+CTAS_PER_SM = {64: 3, 128: 2}  # by head_dim: thread blocks that fit a multiprocessor's registers and shared memory
 MERGE_UNROLL = 4  # pieces whose loads are in flight together
 INTERPRETED_CTAS = 5
 LOG2E = math.log2(math.e)
@@ -67,7 +69,7 @@ def paged_attention(
         # As CPUs store pages: bit patterns, perhaps stacked.
         kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
     else:
-        ctas = ctas_per_sm(q.shape[-1]) * jax.local_devices()[0].core_count
+        ctas = CTAS_PER_SM[q.shape[-1]] * jax.local_devices()[0].core_count
     return attend(
         q,
         kv_pages,
@@ -82,11 +84,6 @@ def paged_attention(
         ctas=ctas,
         interpret=interpret,
     )
-
-
-def ctas_per_sm(head_dim: int) -> int:
-    """Thread blocks that fit a multiprocessor's shared memory (head_dim 128) and registers (64)."""
-    return 2 if head_dim == 128 else 3
 
 
 def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
@@ -104,7 +101,7 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASiz
             return f"it does not read {jnp.dtype(dtype).name}"
     if gqa is None:
         return "it does not compute latent attention"
-    if gqa.head_dim not in (64, 128):
+    if gqa.head_dim not in STAGES:
         return f"it computes head_dim 64 and 128, not {gqa.head_dim}"
     if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
         return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
@@ -134,7 +131,7 @@ def attend(
     group = heads // kv_heads
     tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
     rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
-    unit = min(page_size, BLOCK)
+    unit, stages = min(page_size, BLOCK), STAGES[head_dim]
     schedule = make_schedule(
         context_lens,
         query_starts,
@@ -177,14 +174,14 @@ def attend(
         ),
         scratch_types=[
             plgpu.RefUnion(
-                swizzled((STAGES, BLOCK, 2 * head_dim)),
+                swizzled((stages, BLOCK, width)),
                 swizzled((ROWS, head_dim), dtype=jnp.float32, columns=32),
             ),
             swizzled((ROWS, head_dim)),
             plgpu.SMEM((ROWS,), jnp.float32),
             swizzled((ROWS, BLOCK)) if interpret is not None else None,
             plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
-            plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=stages),
         ],
         grid=(ctas,),
         grid_names=("cta",),
@@ -238,6 +235,7 @@ def _attend_kernel(
     _, kv_heads, rows, head_dim = q_ref.shape
     units, unit = kv_ref.shape[2:4]  # of a page
     kv_smem, part_smem = kv_or_part_smem
+    stages = kv_smem.shape[0]
     wgmma_layout = plgpu.Layout.WGMMA
     cta = lax.axis_index("cta")
     share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
@@ -260,7 +258,7 @@ def _attend_kernel(
             return tuple((tables_ref[seq, lax.div(x, jnp.int32(units))], lax.rem(x, jnp.int32(units))) for x in index)
 
         def fetch(i: Array, places: tuple[tuple[Array, Array], ...]) -> None:
-            slot = lax.rem(i, jnp.int32(STAGES))
+            slot = lax.rem(i, jnp.int32(stages))
             for j, (page, place) in enumerate(places):
                 block = kv_smem.at[slot, pl.ds(j * unit, unit)]
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
@@ -268,18 +266,17 @@ def _attend_kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
         if sinks_ref is not None:
             plgpu.copy_gmem_to_smem(sinks_ref.at[head], row_smem, q_barrier)
-        for ahead in range(STAGES):
 
-            @pl.when(begin + ahead < end)
-            def _first(ahead: int = ahead) -> None:
-                fetch(begin + ahead, locate(begin + ahead))
+        @pl.loop(begin, jnp.minimum(begin + stages, end))
+        def _fill(i: Array) -> None:
+            fetch(i, locate(i))
 
         plgpu.barrier_wait(q_barrier)
 
         def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, top, total, refill = carry
-            next_refill = locate(i + STAGES + 1)
-            slot = lax.rem(i, jnp.int32(STAGES))
+            next_refill = locate(i + stages + 1)
+            slot = lax.rem(i, jnp.int32(stages))
             block_key = first_unit * unit + i * BLOCK
             plgpu.barrier_wait(kv_barriers.at[slot])
             k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
@@ -324,9 +321,9 @@ def _attend_kernel(
             acc *= over_rows(fade, acc.shape)
             acc = _add_weighted(acc, p.astype(kv_smem.dtype), v, p_smem)
 
-            @pl.when(i + STAGES < end)
+            @pl.when(i + stages < end)
             def _refill() -> None:
-                fetch(i + STAGES, refill)
+                fetch(i + stages, refill)
 
             return acc, new_top, total, next_refill
 
@@ -338,7 +335,7 @@ def _attend_kernel(
             top = jnp.maximum(top, jnp.round(sinks))
             total += jnp.exp2(sinks - top)
         acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
-        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + STAGES)))
+        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + stages)))
 
         acc /= over_rows(jnp.where(total > 0, total, 1.0), acc.shape)
         lse = (top + jnp.log2(total)) / LOG2E

@@ -112,7 +112,7 @@ def _check_shape(name: str) -> list[Row]:
 
 
 def _read_row(shape: str, report: Path) -> Row:
-    from paxserve.pallas_kernels.mosaic_gpu import ctas_per_sm
+    from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
 
     kernel = re.sub(r"_\d+$", "", report.stem)
     said, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
@@ -125,7 +125,7 @@ def _read_row(shape: str, report: Path) -> Row:
     if spilled:
         fault = "spills"
     elif kernel == "paged_attention":
-        if fitting < (expected := ctas_per_sm(SHAPES[shape].head_dim)):
+        if fitting < (expected := CTAS_PER_SM[SHAPES[shape].head_dim]):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
             fault = "no TMA or no wgmma"
@@ -152,7 +152,7 @@ def _compile(shape: Shape) -> None:
             soft_cap=shape.soft_cap,
             sinks=sinks,
             max_query_len=None if shape.tokens else 1,
-            ctas=mosaic_gpu.ctas_per_sm(shape.head_dim) * MULTIPROCESSORS,
+            ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
         )
 
     arrays = (

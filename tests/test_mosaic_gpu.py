@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import Case, assert_half_close, needs_interpreter
+from test_paged_attention import HALF, Case, assert_half_close, needs_interpreter
 
 from paxserve.pallas_kernels import GQASizes, api, choose_implementation, mosaic_gpu
 from paxserve.pallas_kernels.layout import load
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, Schedule, make_schedule
 
 LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
+# The first tile of 40 queries at 130..169 then sees keys from 64, where a block begins: only its first row sees them all.
+ALIGNED = {"window": jnp.int32(67), "sinks": jnp.linspace(-1.0, 5.0, 4)}
 BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
 
 
@@ -115,8 +117,8 @@ def interpret(case: Case, *, ctas: int, **params: Any) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize(
     ("case", "ctas"),
     [
-        (Case((1, 40, 1), (300, 70, 64), heads=4, kv_heads=1, head_dim=64, dtype=jnp.bfloat16), 7),
-        (Case((3, 1), (100, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 5),
+        (Case((1, 40, 1), (300, 170, 64), heads=4, kv_heads=1, **HALF, options=ALIGNED), 7),
+        (Case((3, 1), (400, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 2),
     ],
     ids=["one kv head, cut often", "groups of 20, pages of 8"],
 )
@@ -131,9 +133,7 @@ def test_drawn_batches(rows: list[tuple[int, int]], window: int, seed: int) -> N
     queries = tuple(query for query, _ in rows)
     contexts = tuple(query + before if query else 0 for query, before in rows)
     options = {"window": jnp.int32(window)}
-    case = Case(
-        queries, contexts, padding=170 - sum(queries), head_dim=64, dtype=jnp.bfloat16, options=options, seed=seed
-    )
+    case = Case(queries, contexts, padding=170 - sum(queries), **HALF, options=options, seed=seed)
     case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 24 - case.block_tables.shape[1])))
     case.kv_pages = jnp.pad(case.kv_pages, ((0, 100 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
     needs_interpreter()
@@ -153,7 +153,7 @@ def test_window_does_not_read_pages_before_it() -> None:
     """The engine frees pages a window has left: their block-table entries then point anywhere."""
     needs_interpreter()
     options = {"window": jnp.int32(20)}
-    case = Case((1, 4), (100, 90), head_dim=64, dtype=jnp.bfloat16, options=options)
+    case = Case((1, 4), (100, 90), **HALF, options=options)
     expected = case.numpy()
     case.block_tables[0, : (100 - 20) // 16] = 10**6
     case.block_tables[1, : (90 - 4 + 1 - 20) // 16] = -1
@@ -207,7 +207,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 
 
 def test_scaled_pages_are_refused() -> None:
-    case = Case((1,), (5,), head_dim=64, dtype=jnp.bfloat16)
+    case = Case((1,), (5,), **HALF)
     needs_interpreter()
     with pytest.raises(NotImplementedError, match="does not read scaled pages"):
         case.run("mosaic_gpu", k_scale=jnp.float32(2))
