@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from chips import TPUS
 from figures import CONTEXT, SEQS, Figures, stored_bytes
 from schedule import Kernel
 
 from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
+from paxserve.pallas_kernels.tuning import GQA_SHAPE
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class Case:
         is_usual = self.dtype == self.pages == "bfloat16" and self.head_dim in (64, 128)
         return self.is_decode and is_usual and target in ("v6e", "tpu7x")
 
+    @property
+    def tuned(self) -> str:
+        """As what its block sizes are tuned."""
+        return "mosaic_tpu decode" if self.is_decode else "mosaic_tpu prefill"
+
+    @property
+    def tuned_shape(self) -> dict[str, int]:
+        itemsize = jnp.dtype(self.pages).itemsize
+        return {name: getattr(self, name) for name in GQA_SHAPE if name != "itemsize"} | {"itemsize": itemsize}
+
     def program(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """What is compiled: a function and its arguments."""
         seqs = SEQS if self.is_decode else 4
@@ -79,6 +91,18 @@ class Case:
             ((seqs + 1,), "int32"),
         )
         return attend, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+
+    def batch(self) -> list[jax.Array]:
+        """Arguments to run it with: full pages in disorder."""
+        rng = np.random.default_rng(0)
+        q, pages, tables, lens, starts = self.program()[1]
+        context = min(CONTEXT, self.max_pages * self.page_size)
+        return [
+            *(jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in (q, pages)),
+            jnp.asarray(rng.integers(1, pages.shape[0], tables.shape), tables.dtype),
+            jnp.full(lens.shape, context, lens.dtype),
+            jnp.arange(starts.shape[0], dtype=starts.dtype) * self.queries,
+        ]
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
         for name, kernel in kernels.items():
