@@ -29,16 +29,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
+from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of an item
 STAGES = {64: 3, 128: 2}  # by head_dim: blocks of keys in shared memory
 CTAS_PER_SM = {64: 3, 128: 2}  # by head_dim: thread blocks that fit a multiprocessor's registers and shared memory
-MERGE_UNROLL = 4  # pieces whose loads are in flight together
 INTERPRETED_CTAS = 5
 LOG2E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -56,6 +55,8 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
 
@@ -63,6 +64,8 @@ def paged_attention(
     """
     if k_scale is not None or v_scale is not None:
         raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
+    if page_stride > 1:
+        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read dealt pages; use 'xla'")
     interpret, ctas = None, INTERPRETED_CTAS
     if jax.default_backend() == "cpu":
         interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
@@ -86,7 +89,7 @@ def paged_attention(
     )
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
     if platform == "cpu":
         if not hasattr(plgpu, "InterpretGPUParams"):
@@ -99,14 +102,14 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASiz
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
             return f"it does not read {jnp.dtype(dtype).name}"
-    if gqa is None:
+    if not isinstance(sizes, GQASizes):
         return "it does not compute latent attention"
-    if gqa.head_dim not in STAGES:
-        return f"it computes head_dim 64 and 128, not {gqa.head_dim}"
-    if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
-        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
-    if gqa.heads // gqa.kv_heads > ROWS:
-        return f"it computes up to {ROWS} query heads per KV head, not {gqa.heads // gqa.kv_heads}"
+    if sizes.head_dim not in STAGES:
+        return f"it computes head_dim 64 and 128, not {sizes.head_dim}"
+    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    if sizes.heads // sizes.kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
 
 
@@ -186,8 +189,7 @@ def attend(
         grid=(ctas,),
         grid_names=("cta",),
         kernel_name="paged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({} if interpret is None else {"interpret": interpret}),
+        **kernel_options(interpret),
     )(
         schedule.tiles,
         schedule.ctas,
@@ -196,16 +198,7 @@ def attend(
         q_rows,
         kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
     )
-    merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
-
-    # Of each token's heads the rows, from an item's own output or from the merged pieces.
-    tile = schedule.tile[:, None]
-    kv_head, in_group = jnp.divmod(jnp.arange(heads), group)
-    row = schedule.row[:, None] * group + in_group  # [tokens, heads]
-    cut_by = schedule.cut_by.reshape(num_tiles, kv_heads)[tile, kv_head]
-    out = jnp.where((cut_by < 0)[..., None], out[tile, kv_head, row], merged[cut_by, row])
-    lse = jnp.where(cut_by < 0, lse[tile, kv_head, row], merged_lse[cut_by, row])
-    return jnp.where(tile[..., None] < 0, 0, out), jnp.where(tile < 0, -jnp.inf, lse)
+    return collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
 
 
 def _attend_kernel(
@@ -373,62 +366,3 @@ def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
         return product_acc[...]
 
     return acc + pl.run_scoped(product, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
-
-
-def _merge(
-    ctas: Int[Array, "ctas 5"],
-    parts: Float32[Array, "parts rows head_dim"],
-    lse: Float32[Array, "parts rows"],
-    dtype: jax.typing.DTypeLike,
-    interpret: Any,
-) -> tuple[Float[Array, "ctas rows head_dim"], Float32[Array, "ctas rows"]]:
-    """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
-    num_ctas, (rows, head_dim) = len(ctas), parts.shape[1:]
-    chunks, chunk = rows // 8, 8 * head_dim  # of 8 rows, one for each thread block
-    lse = jnp.broadcast_to(lse[..., None], parts.shape)  # beside every value: the merge is then elementwise
-    out, out_lse = plgpu.kernel(
-        _merge_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), dtype),
-            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), jnp.float32),
-        ),
-        grid=(num_ctas, chunks),
-        grid_names=("cta", "chunk"),
-        kernel_name="merge_pieces",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(ctas, parts.reshape(-1, chunks, chunk), lse.reshape(-1, chunks, chunk))
-    return out.reshape(num_ctas, rows, head_dim), out_lse.reshape(num_ctas, rows, head_dim)[..., 0]
-
-
-def _merge_kernel(ctas_ref: Any, parts_ref: Any, lse_ref: Any, out_ref: Any, out_lse_ref: Any) -> None:
-    cta, chunk = lax.axis_index("cta"), lax.axis_index("chunk")
-    pieces = ctas_ref[cta, 4]
-
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = carry
-        loaded = []
-        for j in range(MERGE_UNROLL):
-            piece = i * MERGE_UNROLL + j
-            part = jnp.maximum(2 * (cta + jnp.minimum(piece, pieces - 1)), 2 * cta + 1)
-            lse = lse_ref[part, chunk] + jnp.where(piece < pieces, 0.0, -jnp.inf)
-            loaded.append((lse, parts_ref[part, chunk]))
-        new_top = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), top)
-        fade = jnp.exp(top - new_top)
-        total, acc = total * fade, acc * fade
-        for lse, part in loaded:
-            weight = jnp.exp(lse - new_top)
-            total, acc = total + weight, acc + weight * part
-        return new_top, total, acc
-
-    @pl.when(pieces > 0)
-    def _merge_item() -> None:
-        shape = out_ref.shape[2:]
-        top, total, acc = lax.fori_loop(
-            0,
-            lax.div(pieces + (MERGE_UNROLL - 1), jnp.int32(MERGE_UNROLL)),
-            step,
-            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
-        )
-        out_ref.at[cta, chunk][...] = (acc / total).astype(out_ref.dtype)
-        out_lse_ref.at[cta, chunk][...] = top + jnp.log(total)
