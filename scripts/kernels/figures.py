@@ -37,7 +37,12 @@ def read() -> dict[str, Any]:
 
 
 def write(stored: dict[str, Any]) -> None:
-    PATH.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    def rounded(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: rounded(value) for key, value in x.items()}
+        return float(f"{x:.5g}") if isinstance(x, float) else x
+
+    PATH.write_text(json.dumps(rounded(stored), indent=1, sort_keys=True) + "\n")
 
 
 def compare(stored: dict[str, Any], found: Found, compilers: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
