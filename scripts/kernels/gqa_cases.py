@@ -81,6 +81,8 @@ class Case:
                 k_scale=0.1 if has_scales else None,
                 v_scale=0.1 if has_scales else None,
                 max_query_len=1 if self.is_decode else None,
+                page_stride=1,
+                page_offset=0,
             )
 
         shapes = (
@@ -137,12 +139,18 @@ class Case:
         if not self.is_decode:
             flops = 4 * rows * self.head_dim * self.kv_heads * pages * self.page_size
             return {"peak": flops / (hot + copies) / TPUS[target].flops, **resources}
-        blocks = CONTEXT / (pages * self.page_size)
-        tokens = tiles * CONTEXT
+
+        def cycles(*contexts: int) -> float:
+            """Per token; a block that is filled in part is computed as a whole."""
+            blocks = sum(-(-context // (pages * self.page_size)) for context in contexts)
+            read = sum(contexts) / (pages * self.page_size)
+            return (blocks * hot + read * copies + len(contexts) * step.cost(0, 0)) / (tiles * sum(contexts))
+
         return {
-            "cycles": (blocks * (hot + copies) + step.cost(0, 0)) / tokens,
-            "hot": blocks * hot / tokens,
-            "copies": blocks * copies / tokens,
+            "cycles": cycles(CONTEXT),
+            "ragged": cycles(*range(64, 2 * CONTEXT + 1, 64)),
+            "hot": hot / (tiles * pages * self.page_size),
+            "copies": copies / (tiles * pages * self.page_size),
             **resources,
             "bytes": moved,
             "least_bytes": least,
