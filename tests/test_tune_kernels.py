@@ -17,12 +17,12 @@ def test_improve_finds_sizes_that_depend_on_each_other() -> None:
         return [
             float("inf")
             if each["block_keys"] == 1024 and each["chains"] > 8
-            else 100 - each["block_keys"] / 64 + abs(each["chains"] - 4)
+            else 100 - each["block_keys"] / 64 + abs(each["chains"] - 8)
             for each in options
         ]
 
     best = tune.improve(CASE, START, costs, ["block_keys", "chains"])
-    assert best == {"block_keys": 1024, "chains": 4, "slots": 3}
+    assert best == {"block_keys": 1024, "chains": 8, "slots": 3}
     assert all(each["slots"] == 3 for each in asked)
 
 
