@@ -21,9 +21,10 @@ UNROLL = 4  # pieces whose loads are in flight together
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def kernel_options(interpret: Any) -> dict[str, Any]:
+def kernel_options(interpret: Any, **params: Any) -> dict[str, Any]:
     """Options of `plgpu.kernel` for all of `mosaic_gpu`; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
-    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    semantics = plgpu.LoweringSemantics.Warpgroup
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics, **params)
     return {"compiler_params": params} | ({} if interpret is None else {"interpret": interpret})
 
 

@@ -93,8 +93,9 @@ def attend(
                 swizzled((2, ROWS, rank // 4), dtype=jnp.float32, columns=32),
             ),
             p_smem=swizzled((ROWS, BLOCK)),
+            visible_smem=plgpu.SMEM((ROWS,), jnp.int32),
             row_smem=plgpu.SMEM((2, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(),
+            q_full=plgpu.Barrier(num_arrivals=2),
             q_empty=plgpu.Barrier(num_arrivals=2),
             kv_full=plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
             kv_empty=empty_barrier,
@@ -106,11 +107,8 @@ def attend(
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="mla_paged_attention",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=256
-        ),
+        **kernel_options(interpret, reduction_scratch_bytes=0),
         **cluster,
-        **({} if interpret is None else {"interpret": interpret}),
     )(
         schedule.tiles,
         schedule.ctas,
@@ -147,6 +145,7 @@ def _kernel(
     kv_smem: Any,
     q_or_out_smem: Any,
     p_smem: Any,
+    visible_smem: Any,
     row_smem: Any,
     q_full: Any,
     q_empty: Any,
@@ -202,6 +201,7 @@ def _kernel(
             fetch(begin)
             plgpu.barrier_wait(q_empty)
             plgpu.copy_gmem_to_smem(q_ref.at[tile, half], q_smem.at[0, pl.ds(0, rows)], q_full)
+            plgpu.copy_gmem_to_smem(visible_ref.at[tile, half], visible_smem, q_full)
             pl.loop(begin + 1, end)(fetch)
 
         plgpu.barrier_wait(q_empty)
@@ -282,9 +282,9 @@ def _kernel(
         def _item(tile: Array) -> None:
             begin, end = range_of(tile)
             first_unit, end_key = tiles_ref[tile, 3], tiles_ref[tile, 5]
-            visible = plgpu.layout_cast(visible_ref.at[tile, half][...], ROW_LAYOUT)
-            least_visible = tiles_ref[tile, 4] + 1
+            least_visible = visible_ref[tile, half, 0]
             plgpu.barrier_wait(q_full)
+            visible = plgpu.layout_cast(visible_smem[...], ROW_LAYOUT)
 
             def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 acc, top, total = carry
