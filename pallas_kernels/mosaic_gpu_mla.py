@@ -17,7 +17,7 @@ from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of a thread block
 STAGES = 2  # blocks of keys in shared memory
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # of a thread; the launch gives each of the three warpgroups 168
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 96
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
@@ -86,7 +86,10 @@ def attend(
             float32((2 * clusters, halves, ROWS)),
         ),
         scratch_types=dict(
-            kv_smem=swizzled((STAGES, BLOCK, width)),
+            kv_or_raw_smem=plgpu.RefUnion(
+                swizzled((STAGES, BLOCK, width)),
+                *(() if latent_pages.dtype == dtype else (plgpu.SMEM((2 * STAGES, BLOCK, width), latent_pages.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))),)),
+            ),
             q_or_out_smem=plgpu.RefUnion(
                 swizzled((1, ROWS, width)),
                 swizzled((2, ROWS, rank // 2)),
@@ -97,7 +100,8 @@ def attend(
             row_smem=plgpu.SMEM((2, ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=2),
             q_empty=plgpu.Barrier(num_arrivals=2),
-            kv_full=plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
+            kv_full=plgpu.Barrier(num_arrivals=BLOCK // unit if latent_pages.dtype == dtype else 1, num_barriers=STAGES),
+            raw_full=None if latent_pages.dtype == dtype else plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
             kv_empty=empty_barrier,
             p_full=plgpu.Barrier(),
             p_empty=plgpu.Barrier(),
@@ -142,7 +146,7 @@ def _kernel(
     parts_ref: Any,  # [2 * clusters, halves, rows, rank]
     parts_lse_ref: Any,  # [2 * clusters, halves, ROWS]
     *,
-    kv_smem: Any,
+    kv_or_raw_smem: Any,
     q_or_out_smem: Any,
     p_smem: Any,
     visible_smem: Any,
@@ -150,6 +154,7 @@ def _kernel(
     q_full: Any,
     q_empty: Any,
     kv_full: Any,
+    raw_full: Any,
     kv_empty: Any,
     p_full: Any,
     p_empty: Any,
@@ -160,6 +165,8 @@ def _kernel(
     _, halves, rows, rank = out_ref.shape
     units, unit = kv_ref.shape[1:3]
     columns = rank // 2
+    kv_smem, *raw = kv_or_raw_smem
+    raw_smem = raw[0] if raw else None
     q_smem, out_smem, part_smem = q_or_out_smem
     fade_smem, lse_smem = row_smem.at[0], row_smem.at[1]
     cta, role = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -193,16 +200,37 @@ def _kernel(
                     page, place = tables_ref[seq, lax.div(index, jnp.int32(units))], lax.rem(index, jnp.int32(units))
                     plgpu.copy_gmem_to_smem(
                         kv_ref.at[page, place],
-                        kv_smem.at[slot, pl.ds(j * unit, unit)],
-                        kv_full.at[slot],
+                        kv_smem.at[slot, pl.ds(j * unit, unit)] if raw_smem is None else raw_smem.at[2 * slot, pl.ds(j * unit, unit)],
+                        (kv_full if raw_smem is None else raw_full).at[slot],
                         collective_axes="half" if halves == 2 else None,
                     )
+
+            def convert(i: Array) -> None:
+                slot = slot_of(tile, i)
+                plgpu.barrier_wait(raw_full.at[slot])
+                x = plgpu.layout_cast(raw_smem.at[2 * slot][...], plgpu.Layout.WGMMA_UPCAST_2X)
+                if x.dtype != jnp.int8:
+                    x = x.astype(jnp.float16)
+                    if kv_smem.dtype == jnp.bfloat16:
+                        x = x.astype(jnp.float32)
+                x = plgpu.layout_cast(x.astype(kv_smem.dtype), LAYOUT)
+                kv_smem.at[slot][...] = x
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(kv_full.at[slot])
 
             fetch(begin)
             plgpu.barrier_wait(q_empty)
             plgpu.copy_gmem_to_smem(q_ref.at[tile, half], q_smem.at[0, pl.ds(0, rows)], q_full)
             plgpu.copy_gmem_to_smem(visible_ref.at[tile, half], visible_smem, q_full)
-            pl.loop(begin + 1, end)(fetch)
+
+            @pl.loop(begin, end)
+            def _block(i: Array) -> None:
+                if raw_smem is not None:
+                    convert(i)
+
+                @pl.when(i + 1 < end)
+                def _next() -> None:
+                    fetch(i + 1)
 
         plgpu.barrier_wait(q_empty)
         for slot in range(STAGES):
@@ -236,12 +264,16 @@ def _kernel(
 
         return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
-    def clear_past_end(v: Any, keys: Array) -> None:
+    def clear_past_end(slot: Array, side: int, keys: Array) -> None:
         @pl.when(keys < BLOCK)
         def _clear() -> None:
-            key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT)
-            values = plgpu.layout_cast(v[...], LAYOUT)
-            v[...] = jnp.where(key < keys, values, jnp.zeros_like(values))
+            @pl.loop(0, columns // 64)
+            def _columns(i: Array) -> None:
+                v = kv_smem.at[slot, :, pl.ds(side * columns + i * 64, 64)]
+                key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT)
+                values = plgpu.layout_cast(v[...], LAYOUT)
+                v[...] = jnp.where(key < keys, values, jnp.zeros_like(values))
+
             plgpu.commit_smem()
 
     def store(tile: Array, side: int, acc: Array) -> None:
@@ -318,7 +350,7 @@ def _kernel(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
                 v = kv_smem.at[slot, :, pl.ds(0, columns)]
-                clear_past_end(v, end_key - block_key)
+                clear_past_end(slot, LEFT, end_key - block_key)
                 acc = add_weighted(acc, fade, v)
                 plgpu.barrier_arrive(kv_empty.at[slot])
                 return acc, new_top, total
@@ -354,7 +386,7 @@ def _kernel(
                 plgpu.barrier_wait(p_full)
                 fade = plgpu.layout_cast(fade_smem[...], ROW_LAYOUT)
                 v = kv_smem.at[slot, :, pl.ds(columns, columns)]
-                clear_past_end(v, end_key - block_key)
+                clear_past_end(slot, RIGHT, end_key - block_key)
                 acc = add_weighted(acc, fade, v)
                 plgpu.barrier_arrive(p_empty)
                 plgpu.barrier_arrive(kv_empty.at[slot])
