@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
@@ -55,6 +55,8 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
 
@@ -62,6 +64,8 @@ def paged_attention(
     """
     if k_scale is not None or v_scale is not None:
         raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
+    if page_stride > 1:
+        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read dealt pages; use 'xla'")
     interpret, ctas = None, INTERPRETED_CTAS
     if jax.default_backend() == "cpu":
         interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
@@ -85,7 +89,7 @@ def paged_attention(
     )
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
     if platform == "cpu":
         if not hasattr(plgpu, "InterpretGPUParams"):
@@ -98,14 +102,14 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASiz
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
             return f"it does not read {jnp.dtype(dtype).name}"
-    if gqa is None:
+    if not isinstance(sizes, GQASizes):
         return "it does not compute latent attention"
-    if gqa.head_dim not in STAGES:
-        return f"it computes head_dim 64 and 128, not {gqa.head_dim}"
-    if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
-        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
-    if gqa.heads // gqa.kv_heads > ROWS:
-        return f"it computes up to {ROWS} query heads per KV head, not {gqa.heads // gqa.kv_heads}"
+    if sizes.head_dim not in STAGES:
+        return f"it computes head_dim 64 and 128, not {sizes.head_dim}"
+    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    if sizes.heads // sizes.kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
 
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged_attention import HALF, Case, assert_half_close, needs_interpreter
 
-from paxserve.pallas_kernels import GQASizes, api, choose_implementation, mosaic_gpu
+from paxserve.pallas_kernels import GQASizes, MLASizes, api, choose_implementation, mosaic_gpu
 from paxserve.pallas_kernels.layout import load
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, Schedule, make_schedule
 
 LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
+LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
 # The first tile of 40 queries at 130..169 then sees keys from 64, where a block begins: only its first row sees them all.
 ALIGNED = {"window": jnp.int32(67), "sinks": jnp.linspace(-1.0, 5.0, 4)}
 BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
@@ -172,8 +173,8 @@ def test_refused_sizes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int],
     pretend_gpu(monkeypatch, "9.0")
     sizes = GQASizes(**(vars(LLAMA) | changes))
     with pytest.raises(NotImplementedError, match=message):
-        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, gqa=sizes)
-    assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=sizes) == "xla"
+        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, sizes=sizes)
+    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=sizes) == "xla"
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> None:
@@ -183,27 +184,27 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> Non
 
 def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pretend_gpu(monkeypatch, "9.0")
-    assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=LLAMA) == "mosaic_gpu"
-    for dtype, gqa, message in (
+    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "mosaic_gpu"
+    for dtype, sizes, message in (
         (jnp.float32, LLAMA, "does not read float32"),
-        (jnp.bfloat16, None, "latent attention"),
+        (jnp.bfloat16, LATENT, "latent attention"),
     ):
-        assert choose_implementation(None, "gpu", dtype, gqa=gqa) == "xla"
+        assert choose_implementation(None, "gpu", dtype, sizes=sizes) == "xla"
         with pytest.raises(NotImplementedError, match=message):
-            choose_implementation("mosaic_gpu", "gpu", dtype, gqa=gqa)
+            choose_implementation("mosaic_gpu", "gpu", dtype, sizes=sizes)
     with pytest.raises(NotImplementedError, match="Hopper GPUs, not on tpu"):
-        choose_implementation("mosaic_gpu", "tpu", jnp.bfloat16, gqa=LLAMA)
+        choose_implementation("mosaic_gpu", "tpu", jnp.bfloat16, sizes=LLAMA)
 
     pretend_gpu(monkeypatch, "8.0")
     api._say_once.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
-            assert choose_implementation(None, "gpu", jnp.bfloat16, gqa=LLAMA) == "xla"
+            assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "xla"
     assert [record.message for record in caplog.records] == [
         "attention is computed by 'xla', not by 'mosaic_gpu': it runs on Hopper GPUs, of compute capability 9, not 8.0"
     ]
     with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' is not available: .* not 8\.0"):
-        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, gqa=LLAMA)
+        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, sizes=LLAMA)
 
 
 def test_scaled_pages_are_refused() -> None:
