@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
+from paxserve.pallas_kernels.xla import finish
 
 ROWS = 64  # query rows of an item
 STAGES = {64: 3, 128: 2}  # by head_dim: blocks of keys in shared memory
@@ -64,8 +65,6 @@ def paged_attention(
     """
     if k_scale is not None or v_scale is not None:
         raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
-    if page_stride > 1:
-        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read dealt pages; use 'xla'")
     interpret, ctas = None, INTERPRETED_CTAS
     if jax.default_backend() == "cpu":
         interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
@@ -84,6 +83,8 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         max_query_len=max_query_len,
+        page_stride=page_stride,
+        page_offset=page_offset,
         ctas=ctas,
         interpret=interpret,
     )
@@ -125,6 +126,8 @@ def attend(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
     max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
     ctas: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
@@ -141,8 +144,11 @@ def attend(
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
+        page_size=page_size,
         unit=unit,
         window=window,
+        page_stride=page_stride,
+        page_offset=page_offset,
         ctas=ctas,
     )
     num_tiles = len(schedule.tiles)
@@ -151,9 +157,6 @@ def attend(
     by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
     q_rows = by_head[:, jnp.minimum(token, tokens - 1), jnp.arange(rows) % group]  # [kv_heads, tiles, rows, head_dim]
     q_rows = q_rows.swapaxes(0, 1)
-    sink_rows = None
-    if sinks is not None:
-        sink_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), -(-ROWS // group))[:, :ROWS] * LOG2E
 
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
@@ -167,6 +170,7 @@ def attend(
             scale=scale,
             soft_cap=soft_cap,
             has_window=window is not None,
+            page_stride=page_stride,
             interpret=interpret is not None,
         ),
         out_type=(
@@ -183,7 +187,7 @@ def attend(
             swizzled((ROWS, head_dim)),
             plgpu.SMEM((ROWS,), jnp.float32),
             swizzled((ROWS, BLOCK)) if interpret is not None else None,
-            plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=stages),
         ],
         grid=(ctas,),
@@ -194,18 +198,18 @@ def attend(
         schedule.tiles,
         schedule.ctas,
         block_tables,
-        sink_rows,
         q_rows,
         kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
     )
-    return collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
+    out, lse = collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
+    out, lse = finish(out.astype(jnp.float32), lse, None, sinks)
+    return out.astype(q.dtype), lse
 
 
 def _attend_kernel(
-    tiles_ref: Any,  # [tiles, 7]
+    tiles_ref: Any,  # [tiles, 9]
     ctas_ref: Any,  # [ctas, 5]
     tables_ref: Any,  # [seqs, max_pages]
-    sinks_ref: Any,  # [kv_heads, ROWS], in base 2, or None
     q_ref: Any,  # [tiles, kv_heads, rows, head_dim]
     kv_ref: Any,  # [pages, kv_heads, units, unit, 2 * head_dim]
     out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
@@ -223,15 +227,24 @@ def _attend_kernel(
     scale: float,
     soft_cap: float | None,
     has_window: bool,
+    page_stride: int,
     interpret: bool,
 ) -> None:
     _, kv_heads, rows, head_dim = q_ref.shape
     units, unit = kv_ref.shape[2:4]  # of a page
+    page_size = units * unit
     kv_smem, part_smem = kv_or_part_smem
     stages = kv_smem.shape[0]
     wgmma_layout = plgpu.Layout.WGMMA
     cta = lax.axis_index("cta")
     share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
+
+    span = BLOCK + (BLOCK // unit - 1) * (page_stride - 1) * unit  # from a block's first key to its last
+
+    def keys_of_block(shape: tuple[int, ...], axis: int) -> Array:
+        """How far each key of a block is from its first: the block's units may be of pages that are far apart."""
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wgmma_layout)
+        return key if page_stride == 1 else key + lax.div(key, jnp.int32(unit)) * ((page_stride - 1) * unit)
 
     def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
         return lax.broadcast_in_dim(x, shape, [0])
@@ -239,16 +252,25 @@ def _attend_kernel(
     @pl.loop(ctas_ref[cta, 2], ctas_ref[cta, 3])
     def _item(item: Array) -> None:
         tile, head = lax.div(item, jnp.int32(kv_heads)), lax.rem(item, jnp.int32(kv_heads))
-        seq, first_block, blocks, first_unit, position, end_key, first_key = (tiles_ref[tile, i] for i in range(7))
+        seq, first_block, blocks, first_unit, last_unit, position, end_key, first_key, page_offset = (
+            tiles_ref[tile, i] for i in range(9)
+        )
         item_begin = first_block + head * blocks
         begin = jnp.maximum(share_begin - item_begin, 0)
         end = jnp.minimum(share_end - item_begin, blocks)
-        last_unit = lax.div(end_key - 1, jnp.int32(unit))
 
         def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
             """The page of each unit of block i and its place there; past the last unit that one again, masked."""
             index = [jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit) for j in range(BLOCK // unit)]
             return tuple((tables_ref[seq, lax.div(x, jnp.int32(units))], lax.rem(x, jnp.int32(units))) for x in index)
+
+        def first_key_of(i: Array) -> Array:
+            """The position of block i's first key."""
+            x = first_unit + i * (BLOCK // unit)
+            if page_stride == 1:
+                return x * unit
+            page, place = lax.div(x, jnp.int32(units)), lax.rem(x, jnp.int32(units))
+            return (page_offset + page * page_stride) * page_size + place * unit
 
         def fetch(i: Array, places: tuple[tuple[Array, Array], ...]) -> None:
             slot = lax.rem(i, jnp.int32(stages))
@@ -257,8 +279,6 @@ def _attend_kernel(
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
 
         plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
-        if sinks_ref is not None:
-            plgpu.copy_gmem_to_smem(sinks_ref.at[head], row_smem, q_barrier)
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
         def _fill(i: Array) -> None:
@@ -270,14 +290,14 @@ def _attend_kernel(
             acc, top, total, refill = carry
             next_refill = locate(i + stages + 1)
             slot = lax.rem(i, jnp.int32(stages))
-            block_key = first_unit * unit + i * BLOCK
+            block_key = first_key_of(i)
             plgpu.barrier_wait(kv_barriers.at[slot])
             k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
             v = kv_smem.at[slot, :, pl.ds(head_dim, head_dim)]
 
-            @pl.when(block_key + BLOCK > end_key)
+            @pl.when(block_key + span > end_key)
             def _clear_past_end() -> None:
-                key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, head_dim), 0, layout=wgmma_layout)
+                key = keys_of_block((BLOCK, head_dim), 0)
                 values = plgpu.layout_cast(v[...], wgmma_layout)
                 v[...] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
@@ -296,14 +316,14 @@ def _attend_kernel(
                 s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E * scale / soft_cap)) + 1))
 
             def mask(s: Array) -> Array:
-                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=wgmma_layout) for axis in (0, 1))
+                row, key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=wgmma_layout), keys_of_block(s.shape, 1)
                 token = lax.div(row, jnp.int32(group))
-                visible = column - token <= position - block_key
+                visible = key - token <= position - block_key
                 if has_window:
-                    visible &= column - token >= first_key - block_key
+                    visible &= key - token >= first_key - block_key
                 return jnp.where(visible, s, -jnp.inf)
 
-            masked = block_key + BLOCK > position + 1
+            masked = block_key + span > position + 1
             if has_window:
                 masked |= block_key < first_key + ROWS // group
             s = lax.cond(masked, mask, lambda s: s, s)
@@ -322,11 +342,6 @@ def _attend_kernel(
 
         top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
         total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
-        if sinks_ref is not None:  # as a key without a value before the first
-            sinks = plgpu.layout_cast(row_smem[...], ROW_LAYOUT)
-            sinks += jnp.where(begin == 0, 0.0, -jnp.inf)
-            top = jnp.maximum(top, jnp.round(sinks))
-            total += jnp.exp2(sinks - top)
         acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
         acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + stages)))
 

@@ -3,6 +3,7 @@
 That the kernels compile for the hardware is checked by scripts/compile_mosaic_gpu.py, and on a GPU by scripts/gpu_check.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,18 +25,20 @@ ALIGNED = {"window": jnp.int32(67), "sinks": jnp.linspace(-1.0, 5.0, 4)}
 BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
 
 
-SCHEDULE = jax.jit(make_schedule, static_argnames=("tokens", "tile_tokens", "kv_heads", "unit", "ctas"))
+STATIC = ("tokens", "tile_tokens", "kv_heads", "page_size", "unit", "page_stride", "ctas")
+SCHEDULE = jax.jit(make_schedule, static_argnames=STATIC)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     rows=BATCHES,
     window=st.integers(1, 400),
-    sizes=st.sampled_from([(1, 64, 40), (9, 8, 5), (16, 64, 7), (64, 16, 1)]),
+    sizes=st.sampled_from([(1, 64, 1, 40), (9, 8, 2, 5), (16, 128, 1, 7), (16, 128, 3, 7), (64, 16, 4, 1)]),
 )
-def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, int, int]) -> None:
+def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, int, int, int]) -> None:
     """Every KV head of every query token gets all blocks of its keys, once; shares are equal; pieces can be found."""
-    tile_tokens, unit, ctas = sizes
+    tile_tokens, page_size, stride, ctas = sizes
+    unit, offsets = min(page_size, BLOCK), np.arange(4) % stride
     queries = np.asarray([min(query, tile_tokens) if tile_tokens == 1 else query for query, _ in rows])
     contexts = np.where(queries > 0, queries + [before for _, before in rows], 0)
     contexts[0] = 0  # padding, whatever its queries
@@ -46,8 +49,11 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
+        page_size=page_size,
         unit=unit,
         window=jnp.int32(window),
+        page_stride=stride,
+        page_offset=jnp.asarray(offsets, jnp.int32),
         ctas=ctas,
     )
     schedule = Schedule(*(np.asarray(each) for each in made))
@@ -62,7 +68,7 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
             tile, head = divmod(item, kv_heads)
             item_begin = schedule.tiles[tile, 1] + head * tile_blocks[tile]
             part = range(max(begin, item_begin), min(end, item_begin + tile_blocks[tile]))
-            assert part, "an item of a share has a block in it"
+            assert part or not tile_blocks[tile], "an item of a share has a block in it, if it has any"
             for block in part:
                 owners.setdefault((item, block - item_begin), []).append(cta)
     assert sum(shares) == total
@@ -79,20 +85,25 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
             assert schedule.cut_by[item] == -1
 
     for seq in range(len(rows)):
+        keys = np.arange(400)
+        keys_here = keys[keys // page_size % stride == offsets[seq]]
         for i in range(queries[seq]):
             token = starts[seq] + i
-            if contexts[seq] == 0:
-                assert schedule.tile[token] == -1
-                continue
-            of_seq, _, blocks, first_unit, position, end_key, first_key = schedule.tiles[schedule.tile[token]]
-            assert of_seq == seq
-            assert schedule.first_token[schedule.tile[token]] + schedule.row[token] == token
             own = contexts[seq] - queries[seq] + i
+            visible = np.flatnonzero((keys_here <= own) & (keys_here > own - window))  # in the row of keys here
+            if schedule.tile[token] == -1:
+                assert contexts[seq] == 0 or not len(visible)
+                continue
+            tile = schedule.tiles[schedule.tile[token]]
+            of_seq, _, blocks, first_unit, last_unit, position, end_key, first_key, offset = tile
+            assert (of_seq, offset) == (seq, offsets[seq])
+            assert schedule.first_token[schedule.tile[token]] + schedule.row[token] == token
             assert position + schedule.row[token] == own < end_key <= contexts[seq]
-            visible_from = max(own - window + 1, 0)
-            assert max(first_key, 0) <= visible_from
-            assert max(first_key, 0) // unit == first_unit
-            assert first_unit * unit + blocks * BLOCK >= end_key > first_unit * unit + (blocks - 1) * BLOCK
+            assert first_key <= own - window + 1
+            of_tile = np.flatnonzero((keys_here < end_key) & (keys_here >= first_key))
+            assert (first_unit, last_unit) == (of_tile[0] // unit, of_tile[-1] // unit)
+            assert set(visible) <= set(of_tile)
+            assert blocks == -(-(last_unit + 1 - first_unit) // (BLOCK // unit))
     assert (schedule.tile[starts[-1] :] == -1).all()
 
 
@@ -148,6 +159,30 @@ def test_result_hardly_depends_on_how_the_work_is_cut() -> None:
     cut, cut_lse = interpret(case, ctas=9)
     assert np.mean(out != cut) < 0.02
     np.testing.assert_allclose(lse, cut_lse, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 20, 1), (130, 90, 9), heads=4, **HALF, options={"window": jnp.int32(90)}),
+        Case((2, 1), (300, 100), page_size=128, **HALF),
+    ],
+    ids=["pages of 16, window", "pages of 128"],
+)
+def test_dealt_pages(case: Case) -> None:
+    """A sequence's pages dealt over three chips: each sees its own, and nothing where it has none."""
+    stride, tables, results = 3, case.block_tables, []
+    for chip in range(stride):
+        offsets = np.asarray([(chip + s) % stride for s in range(len(tables))], np.int32)
+        dealt = [row[offset::stride] for row, offset in zip(tables, offsets, strict=True)]
+        case.block_tables = np.stack([np.append(row, [10**6, -7])[: len(tables[0]) // stride + 1] for row in dealt])
+        case.options = case.options | {"page_stride": stride, "page_offset": jnp.asarray(offsets)}
+        out, lse = interpret(case, ctas=5)
+        assert (out[np.isneginf(lse)] == 0).all()
+        results.append((out, lse))
+    lse = functools.reduce(np.logaddexp, (lse for _, lse in results))
+    seen = np.where(np.isneginf(lse), 0, lse)
+    assert_half_close((sum(out * np.exp(part - seen)[..., None] for out, part in results), lse), case.numpy())
 
 
 def test_window_does_not_read_pages_before_it() -> None:
