@@ -1,8 +1,29 @@
-"""Latent attention for NVIDIA Hopper."""
+"""Latent attention for NVIDIA Hopper, absorbed: queries of up to 128 heads against one row of latent and RoPE key per token.
+
+The schedule and the merge are those of grouped-query attention (mosaic_gpu_schedule.py, mosaic_gpu_merge.py), with one item
+per tile: the rows of its tokens' heads, row r being head r % heads of token r // heads. A thread block computes up to 64
+rows, wgmma's least, and fills a multiprocessor. Tiles of up to 128 rows are *halves* for two thread blocks with the same
+share of the work, a cluster: each copies half of every page into the shared memory of both.
+
+    warpgroup  left       S = Q K^T; mask; online softmax in base 2; P and the factor that fades what was summed before it
+                          to shared memory; left half of the output += P V. V is the latent part of K's rows
+               right      right half of the output += P V, with left's P and factors
+               producer   block by block of 64 keys TMA copies, one per unit, a page or 64 tokens of a longer one
+    memory     kv_smem    two blocks of keys
+               q_smem     the item's query rows; then its output, in 16 bits, or a float32 piece of it by halves of a side
+               p_smem, row_smem    P, the factors, the rows' log-sum-exps
+    barriers   *_full and *_empty, one pair per buffer: the consumers begin by saying that all are empty
+
+The producer runs ahead of the consumers, into the next item's keys too. int8 and fp8 blocks are copied into the first half of
+their place and widened there by the producer: it holds a block in registers, so it gets more of them and the consumers
+fewer. Maxima are rounded to integers, as in mosaic_gpu.py.
+"""
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +32,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale
+from paxserve.pallas_kernels.layout import MLASizes, Scale, keys_before
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 
 ROWS = 64  # query rows of a thread block
 STAGES = 2  # blocks of keys in shared memory
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 96
+MAX_WIDTH = 576  # values of a row for which three blocks, P and little else fill shared memory
+MAX_RANK = 512  # 256 columns of float32 are half of a warpgroup's registers
+QUANTISED = ("int8", "float8_e4m3fn")
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
 LEFT, RIGHT, PRODUCER = range(3)
+
+
+def why_not(dtypes: tuple[jax.typing.DTypeLike, ...], sizes: MLASizes) -> str | None:
+    """Why the kernel cannot compute attention of these dtypes, of queries and pages, or sizes; None if it can."""
+    query, *pages = (jnp.dtype(dtype).name.replace("uint16", "bfloat16") for dtype in dtypes)
+    if query not in ("bfloat16", "float16"):
+        return f"it does not read {query}"
+    for dtype in pages:
+        if dtype not in (query, *QUANTISED):
+            return f"with queries in {query} it reads pages in {', '.join((query, *QUANTISED))}, not in {dtype}"
+    if sizes.heads > 2 * ROWS:
+        return f"it computes latent attention of up to {2 * ROWS} query heads, not {sizes.heads}"
+    if sizes.kv_lora_rank % 128 or sizes.kv_lora_rank > MAX_RANK:
+        return f"it computes a kv_lora_rank of 128, 256, 384 or 512, not {sizes.kv_lora_rank}"
+    if sizes.qk_rope_head_dim % 64 or sizes.kv_lora_rank + sizes.qk_rope_head_dim > MAX_WIDTH:
+        return (
+            f"it computes a qk_rope_head_dim in multiples of 64, of up to {MAX_WIDTH} with the kv_lora_rank, "
+            f"not {sizes.qk_rope_head_dim}"
+        )
+    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    return None
 
 
 def attend(
@@ -36,13 +81,16 @@ def attend(
     soft_cap: float | None = None,
     k_scale: Scale | None = None,
     max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
     ctas: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """`mla_paged_attention` with up to `ctas` thread blocks; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
     tokens, heads, rank = q_latent.shape
     num_pages, page_size, width = latent_pages.shape
-    dtype = q_latent.dtype
-    tile_tokens = min(max(2 * ROWS // heads, 1), max_query_len or tokens, tokens)
+    dtype, stored = q_latent.dtype, latent_pages.dtype
+    tile_tokens = min(2 * ROWS // heads, max_query_len or tokens, tokens)
     halves = -(-tile_tokens * heads // ROWS)
     rows = -(-tile_tokens * heads // halves // 8) * 8  # of a half; a TMA copy moves whole tiles of 8 rows
     unit = min(page_size, BLOCK)
@@ -53,73 +101,81 @@ def attend(
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=1,
+        page_size=page_size,
         unit=unit,
         window=None,
+        page_stride=page_stride,
+        page_offset=page_offset,
         ctas=clusters,
     )
     num_tiles = len(schedule.tiles)
-    token = jnp.arange(halves * rows).reshape(halves, rows) // heads  # of a tile
-    q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    q_rows = q[
-        jnp.minimum(schedule.first_token[:, None, None] + token, tokens - 1), jnp.arange(halves * rows).reshape(halves, rows) % heads
-    ]
-    position, end_key = schedule.tiles[:, 4], schedule.tiles[:, 5]
-    visible = jnp.minimum((position + 1)[:, None, None] + jnp.pad(token, ((0, 0), (0, ROWS - rows)), mode="edge"), end_key[:, None, None])
-
-    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    row = jnp.arange(halves * rows).reshape(halves, rows)
+    token = jnp.minimum(schedule.first_token[:, None, None] + row // heads, tokens - 1)  # [tiles, halves, rows]
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)[token, row % heads]  # [tiles, halves, rows, width]
+    # Keys are counted in the order of the block table: a row sees the first of them.
+    position, end_key, offset = (schedule.tiles[:, i, None, None] for i in (5, 6, 8))
+    visible = keys_before(jnp.minimum(position + row // heads + 1, end_key), page_size, page_stride, offset)
+    visible = jnp.pad(visible, ((0, 0), (0, 0), (0, ROWS - rows)), mode="edge").astype(jnp.int32)
 
     def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = dtype, columns: int = 64) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+        swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
 
-    cluster: dict[str, Any] = {}
-    empty_barrier = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
-    if halves == 2:
-        cluster = {"cluster": (2,), "cluster_names": ("half",)}
-        empty_barrier = plgpu.ClusterBarrier(collective_axes=("half",), num_arrivals=2, num_barriers=STAGES)
-    scales = jnp.stack([jnp.float32(1 if k_scale is None else k_scale)])
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    copied = plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES)
+    kv_smem = [swizzled((STAGES, BLOCK, width))]
+    if is_quantised := stored != dtype:
+        kv_smem.append(swizzled((2 * STAGES, BLOCK, width), stored))
+    kv_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
+    grid: dict[str, Any] = {"grid": (clusters, halves), "grid_names": ("cluster", "half")}
+    is_multicast = halves == 2 and unit > 8  # a copy for two is cut in two between tiles of 8 rows
+    if is_multicast:
+        kv_empty = plgpu.ClusterBarrier(collective_axes=("half",), num_arrivals=2, num_barriers=STAGES)
+        grid = {"grid": (clusters,), "grid_names": ("cluster",), "cluster": (halves,), "cluster_names": ("half",)}
     out, lse, parts, parts_lse = plgpu.kernel(
-        functools.partial(_kernel, scale=scale, soft_cap=soft_cap, interpret=interpret is not None),
+        functools.partial(
+            _kernel,
+            scale=scale,
+            soft_cap=soft_cap,
+            multicast_axis="half" if is_multicast else None,
+            interpret=interpret is not None,
+        ),
         out_type=(
             jax.ShapeDtypeStruct((num_tiles, halves, rows, rank), dtype),
             float32((num_tiles, halves, ROWS)),
             float32((2 * clusters, halves, rows, rank)),
             float32((2 * clusters, halves, ROWS)),
         ),
-        scratch_types=dict(
-            kv_or_raw_smem=plgpu.RefUnion(
-                swizzled((STAGES, BLOCK, width)),
-                *(() if latent_pages.dtype == dtype else (plgpu.SMEM((2 * STAGES, BLOCK, width), latent_pages.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))),)),
-            ),
-            q_or_out_smem=plgpu.RefUnion(
+        scratch_types={
+            "kv_smem": plgpu.RefUnion(*kv_smem),
+            "q_smem": plgpu.RefUnion(
                 swizzled((1, ROWS, width)),
                 swizzled((2, ROWS, rank // 2)),
-                swizzled((2, ROWS, rank // 4), dtype=jnp.float32, columns=32),
+                swizzled((2, ROWS, rank // 4), jnp.float32, columns=32),
             ),
-            p_smem=swizzled((ROWS, BLOCK)),
-            visible_smem=plgpu.SMEM((ROWS,), jnp.int32),
-            row_smem=plgpu.SMEM((2, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=2),
-            q_empty=plgpu.Barrier(num_arrivals=2),
-            kv_full=plgpu.Barrier(num_arrivals=BLOCK // unit if latent_pages.dtype == dtype else 1, num_barriers=STAGES),
-            raw_full=None if latent_pages.dtype == dtype else plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=STAGES),
-            kv_empty=empty_barrier,
-            p_full=plgpu.Barrier(),
-            p_empty=plgpu.Barrier(),
-        ),
-        grid=(clusters,),
-        grid_names=("cta",),
+            "p_smem": swizzled((ROWS, BLOCK)),
+            "visible_smem": plgpu.SMEM((ROWS,), jnp.int32),
+            "row_smem": plgpu.SMEM((2, ROWS), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "q_empty": plgpu.Barrier(num_arrivals=2),
+            "raw_full": copied if is_quantised else None,
+            "kv_full": plgpu.Barrier(num_barriers=STAGES) if is_quantised else copied,
+            "kv_empty": kv_empty,
+            "p_full": plgpu.Barrier(),
+            "p_empty": plgpu.Barrier(),
+        },
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="mla_paged_attention",
+        **grid,
         **kernel_options(interpret, reduction_scratch_bytes=0),
-        **cluster,
     )(
         schedule.tiles,
         schedule.ctas,
         block_tables,
-        scales,
-        visible.astype(jnp.int32),
-        q_rows,
+        jnp.full((1,), 1 if k_scale is None else k_scale, jnp.float32),
+        visible,
+        q,
         latent_pages.reshape(num_pages, -1, unit, width),
     )
     return collect(
@@ -133,268 +189,308 @@ def attend(
     )
 
 
-def _kernel(
-    tiles_ref: Any,  # [tiles, 7]
-    ctas_ref: Any,  # [clusters, 5]
-    tables_ref: Any,  # [seqs, max_pages]
-    scales_ref: Any,  # [1]
-    visible_ref: Any,  # [tiles, halves, ROWS]
-    q_ref: Any,  # [tiles, halves, rows, width]
-    kv_ref: Any,  # [pages, units, unit, width]
-    out_ref: Any,  # [tiles, halves, rows, rank]
-    lse_ref: Any,  # [tiles, halves, ROWS]
-    parts_ref: Any,  # [2 * clusters, halves, rows, rank]
-    parts_lse_ref: Any,  # [2 * clusters, halves, ROWS]
-    *,
-    kv_or_raw_smem: Any,
-    q_or_out_smem: Any,
-    p_smem: Any,
-    visible_smem: Any,
-    row_smem: Any,
-    q_full: Any,
-    q_empty: Any,
-    kv_full: Any,
-    raw_full: Any,
-    kv_empty: Any,
-    p_full: Any,
-    p_empty: Any,
-    scale: float,
-    soft_cap: float | None,
-    interpret: bool,
-) -> None:
-    _, halves, rows, rank = out_ref.shape
-    units, unit = kv_ref.shape[1:3]
-    columns = rank // 2
-    kv_smem, *raw = kv_or_raw_smem
-    raw_smem = raw[0] if raw else None
-    q_smem, out_smem, part_smem = q_or_out_smem
-    fade_smem, lse_smem = row_smem.at[0], row_smem.at[1]
-    cta, role = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    half = lax.axis_index("half") if halves == 2 else 0
-    share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
+def _kernel(*refs: Any, kv_smem: Any, q_smem: Any, row_smem: Any, **rest: Any) -> None:
+    kv_smem, *raw_smem = kv_smem
+    q_smem, out_smem, part_smem = q_smem
+    block = _ThreadBlock(
+        *refs,
+        kv_smem=kv_smem,
+        raw_smem=raw_smem[0] if raw_smem else None,
+        q_smem=q_smem,
+        out_smem=out_smem,
+        part_smem=part_smem,
+        factor_smem=row_smem.at[0],
+        lse_smem=row_smem.at[1],
+        **rest,
+    )
+    for role, work in ((LEFT, block.left), (RIGHT, block.right), (PRODUCER, block.produce)):
+        pl.when(lax.axis_index("warpgroup") == role)(work)
 
-    def range_of(tile: Array) -> tuple[Array, Array]:
-        first_block, blocks = tiles_ref[tile, 1], tiles_ref[tile, 2]
-        return jnp.maximum(share_begin - first_block, 0), jnp.minimum(share_end - first_block, blocks)
 
-    def slot_of(tile: Array, i: Array) -> Array:
-        return lax.rem(tiles_ref[tile, 1] + i - share_begin, jnp.int32(STAGES))
+class _Item(NamedTuple):
+    """What a thread block computes of a tile: its blocks `begin` to `end`; `before` of others come first in the share."""
 
-    items = functools.partial(pl.loop, ctas_ref[cta, 2], ctas_ref[cta, 3])
+    tile: Array
+    before: Array
+    begin: Array
+    end: Array
+    is_whole: Array
 
-    @pl.when(role == PRODUCER)
-    def _produce() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    def place_of(self, i: Array) -> Array:
+        """Where in shared memory block i lies."""
+        return lax.rem(self.before + i, jnp.int32(STAGES))
 
-        @items()
+
+@dataclass(frozen=True)
+class _ThreadBlock:
+    tiles: Any  # [tiles, 9]
+    ctas: Any  # [clusters, 5]
+    tables: Any  # [seqs, max_pages]
+    k_scale: Any  # [1]
+    visible: Any  # [tiles, halves, ROWS], the keys that each row sees
+    q: Any  # [tiles, halves, rows, width]
+    kv: Any  # [pages, units, unit, width]
+    out: Any  # [tiles, halves, rows, rank]
+    lse: Any  # [tiles, halves, ROWS]
+    parts: Any  # [2 * clusters, halves, rows, rank]
+    parts_lse: Any  # [2 * clusters, halves, ROWS]
+    kv_smem: Any  # [STAGES, BLOCK, width]
+    raw_smem: Any  # [2 * STAGES, BLOCK, width] or None: of quantised pages
+    q_smem: Any  # [1, ROWS, width]
+    out_smem: Any  # [2, ROWS, rank / 2]
+    part_smem: Any  # [2, ROWS, rank / 4]
+    p_smem: Any  # [ROWS, BLOCK]
+    visible_smem: Any  # [ROWS]
+    factor_smem: Any  # [ROWS]
+    lse_smem: Any  # [ROWS]
+    q_full: Any
+    q_empty: Any
+    raw_full: Any
+    kv_full: Any
+    kv_empty: Any
+    p_full: Any
+    p_empty: Any
+    scale: float
+    soft_cap: float | None
+    multicast_axis: str | None
+    interpret: bool
+
+    def each_item(self, body: Callable[[_Item], None]) -> None:
+        cluster = lax.axis_index("cluster")
+        share_begin, share_end = self.ctas[cluster, 0], self.ctas[cluster, 1]
+
+        @pl.loop(self.ctas[cluster, 2], self.ctas[cluster, 3])
         def _item(tile: Array) -> None:
-            begin, end = range_of(tile)
-            seq, first_unit, end_key = tiles_ref[tile, 0], tiles_ref[tile, 3], tiles_ref[tile, 5]
-            last_unit = lax.div(end_key - 1, jnp.int32(unit))
+            first_block, blocks = self.tiles[tile, 1], self.tiles[tile, 2]
+            before = first_block - share_begin
+            begin, end = jnp.maximum(-before, 0), jnp.minimum(share_end - first_block, blocks)
+            body(_Item(tile, before, begin, end, end - begin == blocks))
+
+    def set_registers(self, role: int) -> None:
+        """A thread's registers: of the 504 for one of each warpgroup, 168 at first, the producer needs few, or a block."""
+        consumer, producer = (232, 40) if self.raw_smem is None else (208, 96)
+        if role == PRODUCER:
+            plgpu.set_max_registers(producer, action="decrease")
+        else:
+            plgpu.set_max_registers(consumer, action="increase")
+
+    def produce(self) -> None:
+        self.set_registers(PRODUCER)
+        half, rows = lax.axis_index("half"), self.q.shape[2]
+        units, unit = self.kv.shape[1:3]  # of a page
+        copies = BLOCK // unit
+
+        @self.each_item
+        def _item(item: _Item) -> None:
+            seq, last_unit = self.tiles[item.tile, 0], self.tiles[item.tile, 4]
 
             def fetch(i: Array) -> None:
-                slot = slot_of(tile, i)
-                plgpu.barrier_wait(kv_empty.at[slot])
-                for j in range(BLOCK // unit):
-                    index = jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit)
-                    page, place = tables_ref[seq, lax.div(index, jnp.int32(units))], lax.rem(index, jnp.int32(units))
+                index = [jnp.minimum(i * copies + j, last_unit) for j in range(copies)]  # past it that again, masked
+                pages = [self.tables[seq, lax.div(x, jnp.int32(units))] for x in index]
+                place = item.place_of(i)
+                plgpu.barrier_wait(self.kv_empty.at[place])
+                to, full = self.kv_smem.at[place], self.kv_full.at[place]
+                if self.raw_smem is not None:
+                    to, full = self.raw_smem.at[2 * place], self.raw_full.at[place]
+                for j in range(copies):
                     plgpu.copy_gmem_to_smem(
-                        kv_ref.at[page, place],
-                        kv_smem.at[slot, pl.ds(j * unit, unit)] if raw_smem is None else raw_smem.at[2 * slot, pl.ds(j * unit, unit)],
-                        (kv_full if raw_smem is None else raw_full).at[slot],
-                        collective_axes="half" if halves == 2 else None,
+                        self.kv.at[pages[j], lax.rem(index[j], jnp.int32(units))],
+                        to.at[pl.ds(j * unit, unit)],
+                        full,
+                        collective_axes=self.multicast_axis,
                     )
 
-            def convert(i: Array) -> None:
-                slot = slot_of(tile, i)
-                plgpu.barrier_wait(raw_full.at[slot])
-                x = plgpu.layout_cast(raw_smem.at[2 * slot][...], plgpu.Layout.WGMMA_UPCAST_2X)
-                if x.dtype != jnp.int8:
-                    x = x.astype(jnp.float16)
-                    if kv_smem.dtype == jnp.bfloat16:
-                        x = x.astype(jnp.float32)
-                x = plgpu.layout_cast(x.astype(kv_smem.dtype), LAYOUT)
-                kv_smem.at[slot][...] = x
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(kv_full.at[slot])
+            fetch(item.begin)
+            plgpu.barrier_wait(self.q_empty)
+            plgpu.copy_gmem_to_smem(self.q.at[item.tile, half], self.q_smem.at[0, pl.ds(0, rows)], self.q_full)
+            plgpu.copy_gmem_to_smem(self.visible.at[item.tile, half], self.visible_smem, self.q_full)
 
-            fetch(begin)
-            plgpu.barrier_wait(q_empty)
-            plgpu.copy_gmem_to_smem(q_ref.at[tile, half], q_smem.at[0, pl.ds(0, rows)], q_full)
-            plgpu.copy_gmem_to_smem(visible_ref.at[tile, half], visible_smem, q_full)
-
-            @pl.loop(begin, end)
+            @pl.loop(item.begin, item.end)
             def _block(i: Array) -> None:
-                if raw_smem is not None:
-                    convert(i)
+                if self.raw_smem is not None:
+                    self.widen(item.place_of(i))
 
-                @pl.when(i + 1 < end)
+                @pl.when(i + 1 < item.end)
                 def _next() -> None:
                     fetch(i + 1)
 
-        plgpu.barrier_wait(q_empty)
-        for slot in range(STAGES):
-            plgpu.barrier_wait(kv_empty.at[slot])
+        plgpu.barrier_wait(self.q_empty)
+        for place in range(STAGES):
+            plgpu.barrier_wait(self.kv_empty.at[place])
 
-    def begin_consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        plgpu.barrier_arrive(q_empty)
-        for slot in range(STAGES):
-            plgpu.barrier_arrive(kv_empty.at[slot])
+    def widen(self, place: Array) -> None:
+        """Replaces the quantised block at a place by its values in 16 bits."""
+        plgpu.barrier_wait(self.raw_full.at[place])
+        values = plgpu.layout_cast(self.raw_smem.at[2 * place][...], plgpu.Layout.WGMMA_UPCAST_2X)
+        if values.dtype != jnp.int8:  # there is no way from fp8 to bfloat16 but by these two
+            values = values.astype(jnp.float16).astype(jnp.float32)
+        self.kv_smem.at[place][...] = plgpu.layout_cast(values.astype(self.kv_smem.dtype), LAYOUT)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.kv_full.at[place])
 
-    def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
-        return lax.broadcast_in_dim(x, shape, [0])
+    def begin_consumer(self, side: int) -> None:
+        self.set_registers(side)
+        plgpu.barrier_arrive(self.q_empty)
+        for place in range(STAGES):
+            plgpu.barrier_arrive(self.kv_empty.at[place])
 
-    def show_reads(*refs: Any) -> None:
-        """The interpreter does not look for races of wgmma's operands: reads them for it."""
-        if interpret:
-            for ref in refs:
-                _ = ref[...]
+    def left(self) -> None:
+        self.begin_consumer(LEFT)
+        half = lax.axis_index("half")
+        k_scale = self.k_scale[0]
+
+        @self.each_item
+        def _item(item: _Item) -> None:
+            least_visible = self.visible[item.tile, half, 0]
+            plgpu.barrier_wait(self.q_full)
+            visible = plgpu.layout_cast(self.visible_smem[...], ROW_LAYOUT)
+
+            def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                acc, top, total = carry
+                place = item.place_of(i)
+                plgpu.barrier_wait(self.kv_full.at[place])
+                s = self.logits(place, k_scale)
+
+                def mask(s: Array) -> Array:
+                    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
+                    return jnp.where(key < _over_rows(visible - i * BLOCK, s.shape), s, -jnp.inf)
+
+                s = lax.cond((i + 1) * BLOCK > least_visible, mask, lambda s: s, s)
+                new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
+                fade = jnp.exp2(top - new_top)
+                p = jnp.exp2(s - _over_rows(new_top, s.shape))
+                total = total * fade + p.sum(axis=1)
+                plgpu.barrier_wait(self.p_empty)
+                self.p_smem[...] = p.astype(self.p_smem.dtype)
+                self.factor_smem[...] = fade
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(self.p_full)
+                acc = self.add_weighted(acc, fade, item, i, LEFT)
+                plgpu.barrier_arrive(self.kv_empty.at[place])
+                return acc, new_top, total
+
+            top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
+            total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
+            acc, top, total = lax.fori_loop(item.begin, item.end, step, (self.zeros(), top, total))
+            factor = k_scale / jnp.where(total > 0, total, 1.0)
+            plgpu.barrier_wait(self.p_empty)
+            self.factor_smem[...] = factor
+            self.lse_smem[...] = (top + jnp.log2(total)) / LOG2E
             plgpu.commit_smem()
+            plgpu.barrier_arrive(self.p_full)
+            self.store(acc * _over_rows(factor, acc.shape), item, LEFT)
 
-    def add_weighted(acc: Array, fade: Array, v: Any) -> Array:
-        acc *= over_rows(fade, acc.shape)
-        if not interpret:
-            return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p_smem, v))(plgpu.ACC.init(acc))
-        show_reads(p_smem, v)
+        plgpu.barrier_wait(self.p_empty)
 
-        def product(product_acc: Any) -> Array:
-            plgpu.wgmma(product_acc, p_smem, v)
-            return product_acc[...]
+    def right(self) -> None:
+        self.begin_consumer(RIGHT)
+        plgpu.barrier_arrive(self.p_empty)
 
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        @self.each_item
+        def _item(item: _Item) -> None:
+            def step(i: Array, acc: Array) -> Array:
+                place = item.place_of(i)
+                plgpu.barrier_wait(self.kv_full.at[place])
+                plgpu.barrier_wait(self.p_full)
+                fade = plgpu.layout_cast(self.factor_smem[...], ROW_LAYOUT)
+                acc = self.add_weighted(acc, fade, item, i, RIGHT)
+                plgpu.barrier_arrive(self.p_empty)
+                plgpu.barrier_arrive(self.kv_empty.at[place])
+                return acc
 
-    def clear_past_end(slot: Array, side: int, keys: Array) -> None:
+            acc = lax.fori_loop(item.begin, item.end, step, self.zeros())
+            plgpu.barrier_wait(self.p_full)
+            factor = plgpu.layout_cast(self.factor_smem[...], ROW_LAYOUT)
+            plgpu.barrier_arrive(self.p_empty)
+            self.store(acc * _over_rows(factor, acc.shape), item, RIGHT)
+
+    def zeros(self) -> Array:
+        """The output of a side before the first block."""
+        return plgpu.layout_cast(jnp.full((ROWS, self.out.shape[-1] // 2), 0.0, jnp.float32), LAYOUT)
+
+    def logits(self, place: Array, k_scale: Array) -> Array:
+        """Of the block of keys at a place, in base 2."""
+        k = self.kv_smem.at[place]
+        # The index is 0, but ptxas does not know: it would keep the descriptors of all of q_smem, and spill them.
+        q = self.q_smem.at[jnp.minimum(place, 0)]
+        self.show_reads(self.q_smem.at[0, pl.ds(0, self.q.shape[2])], k)
+
+        def product(acc: Any) -> Array:
+            plgpu.wgmma(acc, q, k.transpose((1, 0)))
+            return acc[...]
+
+        s = pl.run_scoped(product, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+        scale = self.scale * k_scale
+        if self.soft_cap is None:
+            return s * (scale * LOG2E)
+        # tanh by exp2: the hardware's own is good to 11 bits
+        return self.soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (scale * (2 * LOG2E / self.soft_cap))) + 1))
+
+    def add_weighted(self, acc: Array, fade: Array, item: _Item, i: Array, side: int) -> Array:
+        """`fade * acc + P V` of a side's columns and block i, whose slots past the tile's last key are cleared first."""
+        _, columns = acc.shape
+        place = item.place_of(i)
+        keys = self.visible[item.tile, self.visible.shape[1] - 1, ROWS - 1] - i * BLOCK
+
         @pl.when(keys < BLOCK)
-        def _clear() -> None:
-            @pl.loop(0, columns // 64)
-            def _columns(i: Array) -> None:
-                v = kv_smem.at[slot, :, pl.ds(side * columns + i * 64, 64)]
+        def _clear_past_end() -> None:
+            @pl.loop(0, columns // 64)  # few at a time, for want of registers
+            def _columns(j: Array) -> None:
+                v = self.kv_smem.at[place, :, pl.ds(side * columns + j * 64, 64)]
                 key = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT)
                 values = plgpu.layout_cast(v[...], LAYOUT)
                 v[...] = jnp.where(key < keys, values, jnp.zeros_like(values))
 
             plgpu.commit_smem()
 
-    def store(tile: Array, side: int, acc: Array) -> None:
-        begin, end = range_of(tile)
-        is_whole = end - begin == tiles_ref[tile, 2]
-        at = pl.ds(side * columns, columns)
+        v = self.kv_smem.at[place, :, pl.ds(side * columns, columns)]
+        acc *= _over_rows(fade, acc.shape)
+        if not self.interpret:
+            return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, self.p_smem, v))(plgpu.ACC.init(acc))
+        self.show_reads(self.p_smem, v)  # nor does the interpreter know an accumulator that is not empty at first
 
-        @pl.when(is_whole)
-        def _final() -> None:
-            out_smem.at[side][...] = acc.astype(out_smem.dtype)
+        def product(product_acc: Any) -> Array:
+            plgpu.wgmma(product_acc, self.p_smem, v)
+            return product_acc[...]
+
+        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+    def show_reads(self, *operands: Any) -> None:
+        """Lets the interpreter see what wgmma reads: it does not look for races there by itself."""
+        if self.interpret:
+            for operand in operands:
+                _ = operand[...]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[side, pl.ds(0, rows)], out_ref.at[tile, half, :, at])
+
+    def store(self, acc: Array, item: _Item, side: int) -> None:
+        """A side of the item's output, if it is the whole item, or of a piece; left's log-sum-exps with it."""
+        cluster, half = lax.axis_index("cluster"), lax.axis_index("half")
+        rows, columns = self.q.shape[2], acc.shape[1]
+
+        @pl.when(item.is_whole)
+        def _final() -> None:
+            self.out_smem.at[side][...] = acc.astype(self.out_smem.dtype)
+            plgpu.commit_smem()
+            out = self.out.at[item.tile, half, :, pl.ds(side * columns, columns)]
+            plgpu.copy_smem_to_gmem(self.out_smem.at[side, pl.ds(0, rows)], out)
             if side == LEFT:
-                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[tile, half])
+                plgpu.copy_smem_to_gmem(self.lse_smem, self.lse.at[item.tile, half])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(jnp.logical_not(is_whole))
+        @pl.when(jnp.logical_not(item.is_whole))
         def _piece() -> None:
-            part = 2 * cta + (begin == 0)
-            for quarter in range(2):
-                at = quarter * columns // 2
-                part_smem.at[side][...] = acc[:, at : at + columns // 2]
+            part = 2 * cluster + (item.begin == 0)
+            if side == LEFT:
+                plgpu.copy_smem_to_gmem(self.lse_smem, self.parts_lse.at[part, half])
+            for at in (0, columns // 2):
+                self.part_smem.at[side][...] = acc[:, at : at + columns // 2]
                 plgpu.commit_smem()
-                to = parts_ref.at[part, half, :, pl.ds(side * columns + at, columns // 2)]
-                plgpu.copy_smem_to_gmem(part_smem.at[side, pl.ds(0, rows)], to)
-                if side == LEFT and quarter == 0:
-                    plgpu.copy_smem_to_gmem(lse_smem, parts_lse_ref.at[part, half])
+                out = self.parts.at[part, half, :, pl.ds(side * columns + at, columns // 2)]
+                plgpu.copy_smem_to_gmem(self.part_smem.at[side, pl.ds(0, rows)], out)
                 plgpu.wait_smem_to_gmem(0)
 
-        plgpu.barrier_arrive(q_empty)
+        plgpu.barrier_arrive(self.q_empty)
 
-    @pl.when(role == LEFT)
-    def _left() -> None:
-        begin_consumer()
-        logit_scale = scale * scales_ref[0]
 
-        @items()
-        def _item(tile: Array) -> None:
-            begin, end = range_of(tile)
-            first_unit, end_key = tiles_ref[tile, 3], tiles_ref[tile, 5]
-            least_visible = visible_ref[tile, half, 0]
-            plgpu.barrier_wait(q_full)
-            visible = plgpu.layout_cast(visible_smem[...], ROW_LAYOUT)
-
-            def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                acc, top, total = carry
-                slot = slot_of(tile, i)
-                block_key = first_unit * unit + i * BLOCK
-                plgpu.barrier_wait(kv_full.at[slot])
-                show_reads(q_smem.at[0, pl.ds(0, rows)], kv_smem.at[slot])
-
-                def scores(s_acc: Any) -> Array:
-                    plgpu.wgmma(s_acc, q_smem.at[jnp.minimum(slot, 0)], kv_smem.at[slot].transpose((1, 0)))
-                    return s_acc[...]
-
-                s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-                if soft_cap is None:
-                    s *= logit_scale * LOG2E
-                else:
-                    s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E / soft_cap * logit_scale)) + 1))
-
-                def mask(s: Array) -> Array:
-                    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
-                    return jnp.where(column < over_rows(visible - block_key, s.shape), s, -jnp.inf)
-
-                s = lax.cond(block_key + BLOCK > least_visible, mask, lambda s: s, s)
-                new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
-                fade = jnp.exp2(top - new_top)
-                p = jnp.exp2(s - over_rows(new_top, s.shape))
-                total = total * fade + p.sum(axis=1)
-                plgpu.barrier_wait(p_empty)
-                p_smem[...] = p.astype(p_smem.dtype)
-                fade_smem[...] = fade
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_full)
-                v = kv_smem.at[slot, :, pl.ds(0, columns)]
-                clear_past_end(slot, LEFT, end_key - block_key)
-                acc = add_weighted(acc, fade, v)
-                plgpu.barrier_arrive(kv_empty.at[slot])
-                return acc, new_top, total
-
-            top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
-            total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
-            acc = plgpu.layout_cast(jnp.full((ROWS, columns), 0.0, jnp.float32), LAYOUT)
-            acc, top, total = lax.fori_loop(begin, end, step, (acc, top, total))
-            factor = scales_ref[0] / jnp.where(total > 0, total, 1.0)
-            plgpu.barrier_wait(p_empty)
-            fade_smem[...] = factor
-            lse_smem[...] = (top + jnp.log2(total)) / LOG2E
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(p_full)
-            store(tile, LEFT, acc * over_rows(factor, acc.shape))
-
-        plgpu.barrier_wait(p_empty)
-
-    @pl.when(role == RIGHT)
-    def _right() -> None:
-        begin_consumer()
-        plgpu.barrier_arrive(p_empty)
-
-        @items()
-        def _item(tile: Array) -> None:
-            begin, end = range_of(tile)
-            first_unit, end_key = tiles_ref[tile, 3], tiles_ref[tile, 5]
-
-            def step(i: Array, acc: Array) -> Array:
-                slot = slot_of(tile, i)
-                block_key = first_unit * unit + i * BLOCK
-                plgpu.barrier_wait(kv_full.at[slot])
-                plgpu.barrier_wait(p_full)
-                fade = plgpu.layout_cast(fade_smem[...], ROW_LAYOUT)
-                v = kv_smem.at[slot, :, pl.ds(columns, columns)]
-                clear_past_end(slot, RIGHT, end_key - block_key)
-                acc = add_weighted(acc, fade, v)
-                plgpu.barrier_arrive(p_empty)
-                plgpu.barrier_arrive(kv_empty.at[slot])
-                return acc
-
-            acc = plgpu.layout_cast(jnp.full((ROWS, columns), 0.0, jnp.float32), LAYOUT)
-            acc = lax.fori_loop(begin, end, step, acc)
-            plgpu.barrier_wait(p_full)
-            acc *= over_rows(plgpu.layout_cast(fade_smem[...], ROW_LAYOUT), acc.shape)
-            plgpu.barrier_arrive(p_empty)
-            store(tile, RIGHT, acc)
+def _over_rows(x: Array, shape: tuple[int, ...]) -> Array:
+    return lax.broadcast_in_dim(x, shape, [0])
