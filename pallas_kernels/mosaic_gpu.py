@@ -29,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
+from paxserve.pallas_kernels import mosaic_gpu_mla
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 from paxserve.pallas_kernels.xla import finish
@@ -90,6 +91,30 @@ def paged_attention(
     )
 
 
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    **options: Any,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted."""
+    on_cpu = jax.default_backend() == "cpu"
+    return mosaic_gpu_mla.attend(
+        q_latent,
+        q_rope,
+        load(latent_pages),
+        block_tables,
+        context_lens,
+        query_starts,
+        **options,
+        ctas=INTERPRETED_CTAS if on_cpu else jax.local_devices()[0].core_count,
+        interpret=plgpu.InterpretGPUParams() if on_cpu else None,  # type: ignore[attr-defined]
+    )
+
+
 def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
     if platform == "cpu":
@@ -99,12 +124,12 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
         return f"it runs on Hopper GPUs, not on {platform}"
     elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
         return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
+    if isinstance(sizes, MLASizes):
+        return mosaic_gpu_mla.why_not(dtypes, sizes)
     stored = "uint16" if platform == "cpu" else "bfloat16"
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
             return f"it does not read {jnp.dtype(dtype).name}"
-    if not isinstance(sizes, GQASizes):
-        return "it does not compute latent attention"
     if sizes.head_dim not in STAGES:
         return f"it computes head_dim 64 and 128, not {sizes.head_dim}"
     if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):

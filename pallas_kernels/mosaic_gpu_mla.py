@@ -147,7 +147,8 @@ def attend(
             float32((2 * clusters, halves, ROWS)),
         ),
         scratch_types={
-            "kv_smem": plgpu.RefUnion(*kv_smem),
+            # Of a union the interpreter would take the two places for one.
+            "kv_smem": plgpu.RefUnion(*kv_smem) if interpret is None else kv_smem,
             "q_smem": plgpu.RefUnion(
                 swizzled((1, ROWS, width)),
                 swizzled((2, ROWS, rank // 2)),
@@ -208,9 +209,10 @@ def _kernel(*refs: Any, kv_smem: Any, q_smem: Any, row_smem: Any, **rest: Any) -
 
 
 class _Item(NamedTuple):
-    """What a thread block computes of a tile: its blocks `begin` to `end`; `before` of others come first in the share."""
+    """What a thread block computes of a tile of `keys` keys: blocks `begin` to `end`, `before` + i being i's in the share."""
 
     tile: Array
+    keys: Array
     before: Array
     begin: Array
     end: Array
@@ -264,11 +266,12 @@ class _ThreadBlock:
             first_block, blocks = self.tiles[tile, 1], self.tiles[tile, 2]
             before = first_block - share_begin
             begin, end = jnp.maximum(-before, 0), jnp.minimum(share_end - first_block, blocks)
-            body(_Item(tile, before, begin, end, end - begin == blocks))
+            keys = self.visible[tile, self.visible.shape[1] - 1, ROWS - 1]
+            body(_Item(tile, keys, before, begin, end, end - begin == blocks))
 
     def set_registers(self, role: int) -> None:
-        """A thread's registers: of the 504 for one of each warpgroup, 168 at first, the producer needs few, or a block."""
-        consumer, producer = (232, 40) if self.raw_smem is None else (208, 96)
+        """Gives a thread its registers: of 168 at first the producer leaves some to the two consumers, or waits for ever."""
+        consumer, producer = (232, 40) if self.raw_smem is None else (208, 88)
         if role == PRODUCER:
             plgpu.set_max_registers(producer, action="decrease")
         else:
@@ -430,7 +433,7 @@ class _ThreadBlock:
         """`fade * acc + P V` of a side's columns and block i, whose slots past the tile's last key are cleared first."""
         _, columns = acc.shape
         place = item.place_of(i)
-        keys = self.visible[item.tile, self.visible.shape[1] - 1, ROWS - 1] - i * BLOCK
+        keys = item.keys - i * BLOCK
 
         @pl.when(keys < BLOCK)
         def _clear_past_end() -> None:
