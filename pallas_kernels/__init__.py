@@ -5,9 +5,11 @@ from paxserve.pallas_kernels.api import (
     choose_implementation,
     mla_paged_attention,
     paged_attention,
+    supported,
 )
 from paxserve.pallas_kernels.layout import (
     GQASizes,
+    MLASizes,
     copy_pages,
     gqa_pages_shape,
     init_gqa_pages,
@@ -22,6 +24,7 @@ from paxserve.pallas_kernels.layout import (
 __all__ = [
     "IMPLEMENTATIONS",
     "GQASizes",
+    "MLASizes",
     "choose_implementation",
     "copy_pages",
     "gqa_pages_shape",
@@ -32,6 +35,7 @@ __all__ = [
     "paged_attention",
     "stacks_kv",
     "storage_dtype",
+    "supported",
     "write_latent_pages",
     "write_pages",
 ]

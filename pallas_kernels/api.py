@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, page_size_of
+from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, page_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def paged_attention(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Causal attention of ragged queries over paged KV, after FlashAttention's block-table interface.
@@ -47,13 +49,17 @@ def paged_attention(
     padding. Block-table entries past a sequence's context, and the slots past it, may hold anything, NaN included.
 
     `max_query_len` is a static bound on the query tokens per sequence; 1 promises a decode step.
+    `page_stride` and `page_offset` are for sequences whose pages are dealt over several devices: entry `i` of a sequence's
+    block table is its page `page_offset + i * page_stride`, with 0 <= page_offset < page_stride (None: all 0), and
+    attention is over the keys in these pages alone. A token that sees none of them gets what padding gets.
     `implementation` is one of IMPLEMENTATIONS, or None for the default backend's own.
 
     Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
     disjoint keys can be merged. Padding tokens get 0 and -inf.
 
-    Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
-    for one that does not run here or does not read the dtypes.
+    Raises ValueError for shapes that disagree, an option out of range, an unknown implementation, or sinks with a
+    page_stride above 1, since every device would count them; NotImplementedError for an implementation that does not run
+    here or does not read the dtypes.
     """
     if q.ndim != 3 or kv_pages.ndim != 4 or block_tables.ndim != 2:
         raise ValueError(
@@ -65,7 +71,9 @@ def paged_attention(
     page_size = page_size_of(kv_pages, head_dim)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
-    _check_batch(seqs, context_lens, query_starts, soft_cap, max_query_len)
+    _check_batch(seqs, context_lens, query_starts, soft_cap, max_query_len, page_stride, page_offset)
+    if sinks is not None and page_stride > 1:
+        raise ValueError(f"sinks cannot be counted with page_stride={page_stride}: add them to the merged output")
     if isinstance(window, int) and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
     if sinks is not None and sinks.shape != (heads,):
@@ -73,7 +81,7 @@ def paged_attention(
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     sizes = GQASizes(heads, kv_heads, head_dim, page_size)
-    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype, gqa=sizes)
+    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype, sizes=sizes)
     return _module(chosen).paged_attention(
         q,
         kv_pages,
@@ -87,6 +95,8 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         max_query_len=max_query_len,
+        page_stride=page_stride,
+        page_offset=page_offset,
     )
 
 
@@ -102,6 +112,8 @@ def mla_paged_attention(
     soft_cap: float | None = None,
     k_scale: Scale | None = None,
     max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
     """`paged_attention` over paged latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed form.
@@ -111,8 +123,8 @@ def mla_paged_attention(
     mean of the latents, which the caller expands to values: no head's keys and values ever exist. `scale` is the
     model's, by the width of an expanded key. `k_scale` multiplies what quantised pages hold.
 
-    The batch, `soft_cap`, `max_query_len`, `implementation`, what may lie in unused pages, and the log-sum-exp are as in
-    `paged_attention`; the output is in q_latent's dtype.
+    The batch, `soft_cap`, `max_query_len`, `page_stride`, `page_offset`, `implementation`, what may lie in unused pages,
+    and the log-sum-exp are as in `paged_attention`; the output is in q_latent's dtype.
 
     Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
     for one that does not run here or does not read the dtypes.
@@ -132,10 +144,13 @@ def mla_paged_attention(
             f"pages of {latent_pages.shape[-1]} values per token do not fit queries of {q_latent.shape[-1]} latent and "
             f"{q_rope.shape[-1]} RoPE values"
         )
-    _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len)
+    _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len, page_stride, page_offset)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
-    chosen = choose_implementation(implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype)
+    sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], latent_pages.shape[1])
+    chosen = choose_implementation(
+        implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype, sizes=sizes
+    )
     return _module(chosen).mla_paged_attention(
         q_latent,
         q_rope,
@@ -147,6 +162,8 @@ def mla_paged_attention(
         soft_cap=soft_cap,
         k_scale=k_scale,
         max_query_len=max_query_len,
+        page_stride=page_stride,
+        page_offset=page_offset,
     )
 
 
@@ -156,6 +173,8 @@ def _check_batch(
     query_starts: Int[Array, "seqs_plus_1"],
     soft_cap: float | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> None:
     """What both kinds of attention ask of a batch and its options."""
     if context_lens.shape != (seqs,) or query_starts.shape != (seqs + 1,):
@@ -167,29 +186,37 @@ def _check_batch(
         raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None for no cap")
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}; pass None if it is not known")
+    if page_stride < 1:
+        raise ValueError(f"page_stride must be at least 1, got {page_stride}")
+    if page_offset is not None and page_offset.shape != (seqs,):
+        raise ValueError(f"page_offset must have one page per sequence [{seqs}], got {page_offset.shape}")
 
 
 def choose_implementation(
-    implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike, gqa: GQASizes | None = None
+    implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes
 ) -> str:
-    """The implementation in effect on a platform for queries and pages of these dtypes.
-
-    gqa: the sizes of grouped-query attention; None is latent attention.
+    """The implementation in effect on a platform for queries and pages of these dtypes and this kind of attention.
 
     None is the platform's own (PLATFORMS_OWN) if that can do what is asked, and else "xla"; the log says why, once. Raises
     ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
     """
     if implementation is None:
         own = PLATFORMS_OWN.get(platform, "xla")
-        if reason := _why_not(own, platform, dtypes, gqa):
+        if reason := _why_not(own, platform, *dtypes, sizes=sizes):
             _say_once(f"attention is computed by 'xla', not by {own!r}: {reason}")
             return "xla"
         return own
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
-    if reason := _why_not(implementation, platform, dtypes, gqa):
+    if reason := _why_not(implementation, platform, *dtypes, sizes=sizes):
         raise NotImplementedError(f"attention implementation {implementation!r} is not available: {reason}")
     return implementation
+
+
+def supported(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> bool:
+    """Whether an implementation can compute this kind of attention on a platform ("cpu", "gpu", "tpu").
+
+    dtypes: of the queries and of the pages array. Raises ValueError for an unknown implementation.
+    """
+    return _why_not(implementation, platform, *dtypes, sizes=sizes) is None
 
 
 @functools.cache
@@ -197,15 +224,15 @@ def _say_once(message: str) -> None:
     logger.info(message)
 
 
-def _why_not(
-    implementation: str, platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None
-) -> str | None:
-    """Why an implementation cannot do what is asked; None if it can."""
+def _why_not(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> str | None:
+    """Why an implementation is not `supported`, in words; None if it is."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
     if implementation not in PLATFORMS_OWN.values():
         return None
     if implementation == "numba_cpu" and importlib.util.find_spec("numba") is None:
         return "Numba is not installed (pip install 'paxserve[cpu]')"
-    return _module(implementation).why_not(platform, dtypes, gqa)
+    return _module(implementation).why_not(platform, dtypes, sizes)
 
 
 def _module(implementation: str) -> Any:

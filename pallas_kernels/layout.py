@@ -36,6 +36,19 @@ class GQASizes:
     page_size: int
 
 
+@dataclass(frozen=True)
+class MLASizes:
+    """The sizes of latent attention that not every implementation computes."""
+
+    heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    page_size: int
+
+
+Sizes = GQASizes | MLASizes
+
+
 def stacks_kv(platform: str) -> bool:
     """Whether pages are stacked on this platform."""
     return platform == "cpu"
@@ -83,6 +96,19 @@ def split_kv(stored: Num[Array, "*pages slots width"], head_dim: int) -> tuple[N
     if stored.shape[-1] == head_dim:
         return tuple(jnp.split(stored, 2, axis=-2))  # type: ignore[return-value]
     return stored[..., :head_dim], stored[..., head_dim:]
+
+
+def keys_before(
+    position: Int[Array, "*batch"], page_size: int, page_stride: int, page_offset: Int[Array, "*batch"]
+) -> Int[Array, "*batch"]:
+    """How many keys before `position` lie in a sequence's own pages, those of number page_offset + i * page_stride.
+
+    In the order of the block table they are its keys 0 .. keys_before - 1: what a query sees of them is a range, too.
+    """
+    page = position // page_size - page_offset
+    whole = jnp.maximum(-(-page // page_stride), 0)  # pages that end before it
+    is_own = (page >= 0) & (page % page_stride == 0)
+    return whole * page_size + jnp.where(is_own, position % page_size, 0)
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> jnp.dtype:

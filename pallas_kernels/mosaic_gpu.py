@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv, storage_dtype
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 from paxserve.pallas_kernels.xla import finish
@@ -38,6 +38,7 @@ ROWS = 64  # query rows of an item
 CTAS_PER_SM = {64: 3, 80: 2, 96: 2, 128: 2, 192: 1, 256: 1}  # by head_dim, as registers allow
 SHARED_BYTES = 233472  # of a multiprocessor
 OTHER_SHARED_BYTES = 5120  # of a thread block, beside its queries and keys: barriers, alignment, what the system takes
+EIGHT_BIT = ("int8", "float8_e4m3fn")  # pages that are converted to the queries' dtype, block by block
 MAX_STAGES = 4  # blocks of keys in shared memory
 INTERPRETED_CTAS = 5
 LOG2E = math.log2(math.e)
@@ -58,8 +59,8 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
-    page_stride: int = 1,
-    page_offset: Int[Array, "seqs"] | None = None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted."""
     interpret, ctas = None, INTERPRETED_CTAS
@@ -89,7 +90,7 @@ def paged_attention(
     )
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
     if platform == "cpu":
         if not hasattr(plgpu, "InterpretGPUParams"):
@@ -98,18 +99,22 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASiz
         return f"it runs on Hopper GPUs, not on {platform}"
     elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
         return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
-    stored = "uint16" if platform == "cpu" else "bfloat16"
-    for dtype in dtypes:
-        if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored, "int8", "float8_e4m3fn"):
-            return f"it does not read {jnp.dtype(dtype).name}"
-    if gqa is None:
+    queries, *pages = (jnp.dtype(dtype) for dtype in dtypes)
+    if queries.name not in ("bfloat16", "float16"):
+        return f"it does not read {queries}"
+    for dtype in pages:
+        if dtype.name not in EIGHT_BIT and dtype != storage_dtype(queries, platform):
+            return f"it does not read {dtype} with {queries} queries"
+    if not isinstance(sizes, GQASizes):
         return "it does not compute latent attention"
-    if gqa.head_dim not in CTAS_PER_SM:
-        return f"it computes head_dim {', '.join(map(str, CTAS_PER_SM))}, not {gqa.head_dim}"
-    if gqa.page_size % 8 or (BLOCK % gqa.page_size and gqa.page_size % BLOCK):
-        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {gqa.page_size}"
-    if gqa.heads // gqa.kv_heads > ROWS:
-        return f"it computes up to {ROWS} query heads per KV head, not {gqa.heads // gqa.kv_heads}"
+    if sizes.head_dim not in CTAS_PER_SM:
+        return f"it computes head_dim {', '.join(map(str, CTAS_PER_SM))}, not {sizes.head_dim}"
+    if sizes.head_dim == 256 and any(dtype.name in EIGHT_BIT for dtype in pages):
+        return f"it has no registers left to convert {pages[0]} pages of head_dim 256"
+    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    if sizes.heads // sizes.kv_heads > ROWS:
+        return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
 
 

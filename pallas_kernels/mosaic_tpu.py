@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, load, split_kv
+from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend
 from paxserve.pallas_kernels.xla import Window, finish
 
@@ -32,18 +32,18 @@ SLOTS_BYTES = 24 * 2**20  # at most
 STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why attention of these dtypes and sizes cannot be computed on this platform; None if it can."""
     if platform not in ("tpu", "cpu"):
         return f"it runs on TPU and is simulated on CPU, it does not run on {platform}"
-    if gqa is None:
+    if not isinstance(sizes, GQASizes):
         return "it does not compute latent attention"
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in DTYPES:
             return f"it does not read {jnp.dtype(dtype).name}"
     rows = 32 // jnp.dtype(dtypes[-1]).itemsize  # of a memory tile, which copies cannot cut
-    if gqa.page_size % rows:
-        return f"{jnp.dtype(dtypes[-1]).name} pages must hold a multiple of {rows} tokens, not {gqa.page_size}"
+    if sizes.page_size % rows:
+        return f"{jnp.dtype(dtypes[-1]).name} pages must hold a multiple of {rows} tokens, not {sizes.page_size}"
     return None
 
 
@@ -61,8 +61,12 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first."""
+    if page_stride > 1:
+        raise NotImplementedError("attention implementation 'mosaic_tpu' does not read dealt pages; use 'xla'")
     tokens, heads, head_dim = q.shape
     kv_pages = load(kv_pages)
     if kv_pages.shape[-1] == head_dim:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from numba import cfunc, types
 
 from paxserve.pallas_kernels import numba_ffi, numba_math
-from paxserve.pallas_kernels.layout import GQASizes, Scale, page_size_of
+from paxserve.pallas_kernels.layout import Scale, Sizes, page_size_of
 from paxserve.pallas_kernels.numba_ffi import FRAME_ARGS, data, dim, load_word
 from paxserve.pallas_kernels.numba_math import (
     FAST,
@@ -137,9 +137,8 @@ def attend_tile(
     page_size: int,
     value_row: int,
     value_column: int,
-    first: int,
-    position: np.ndarray,
-    window: int,
+    first: np.ndarray,
+    last: np.ndarray,
     cap: float,
     logits: np.ndarray,
     fade: np.ndarray,
@@ -147,23 +146,23 @@ def attend_tile(
     total: np.ndarray,
     acc: np.ndarray,
 ) -> None:
-    """Goes over keys first .. position[-1] for many query rows at ascending positions.
+    """Goes over keys first[0] .. last[-1] for many query rows, each of which sees first .. last, both ascending.
 
     Everything is transposed, so that all arithmetic is on vectors of rows: query [key_dim, rows], logits [TILE_BLOCK, rows],
-    acc [value_dim, rows], position, fade, top and total [rows], where ROWS divides rows. The rest is as in `attend_rows`.
+    acc [value_dim, rows], first, last, fade, top and total [rows], where ROWS divides rows. The rest is as in `attend_rows`.
     """
     key_dim, value_dim, page_width = query.shape[0], acc.shape[0], kv.shape[2]
     size, like, one = kv.itemsize, kv[0, 0, 0], np.float32(1.0)
-    rows, lowest, last = len(position), position[0], position[-1]
-    key = first
-    while key <= last:
+    rows = len(last)
+    key = first[0]
+    while key <= last[-1]:
         page, slot = kv[page_rows[key // page_size]].ctypes.data, key % page_size
-        n = min(page_size - slot, TILE_BLOCK, last + 1 - key)
+        n = min(page_size - slot, TILE_BLOCK, last[-1] + 1 - key)
         logits[:n] = np.float32(0.0)
         k, v = page + size * page_width * slot, page + size * (page_width * (value_row + slot) + value_column)
         multiply_add(logits, n, rows, k, page_width, 1, query.ctypes.data, rows, key_dim, like, one)
 
-        masked = key + n - 1 > lowest or key <= last - window
+        masked = key + n - 1 > last[0] or key < first[-1]
         for r in range(rows):
             fade[r] = top[r]
         for i in range(n):
@@ -173,7 +172,7 @@ def attend_tile(
             if masked:
                 k = np.int32(key + i)
                 for r in range(rows):
-                    seen = k <= position[r] and k > position[r] - window
+                    seen = k <= last[r] and k >= first[r]
                     logits[i, r] = logits[i, r] if seen else LOWEST
             for r in range(rows):
                 top[r] = max(top[r], logits[i, r])
@@ -193,8 +192,29 @@ def attend_tile(
         key += n
 
 
-Q, PAGES, TABLES, CONTEXTS, STARTS, INTEGERS, FLOATS, SINKS = range(8)
-"""The arguments of the call. INTEGERS: window, page_size, value_row, value_column; FLOATS: scale, soft cap."""
+Q, PAGES, TABLES, CONTEXTS, STARTS, OFFSETS, INTEGERS, FLOATS, SINKS = range(9)
+"""The arguments of the call. INTEGERS: window, page_size, page_stride, value_row, value_column; FLOATS: scale, soft cap."""
+
+
+@inlined
+def keys_before(position: int, page_size: int, page_stride: int, page_offset: int) -> int:
+    """As `layout.keys_before`."""
+    page = position // page_size - page_offset
+    if page < 0:
+        return 0
+    whole = (page + page_stride - 1) // page_stride
+    return whole * page_size + (position % page_size if page % page_stride == 0 else 0)
+
+
+@inlined
+def log_sum(top: float, total: float) -> float:
+    """The log-sum-exp of an online softmax that may have met no key."""
+    return top + np.float32(math.log(total)) if total > np.float32(0.0) else -np.float32(np.inf)
+
+
+@inlined
+def mean(weighted: float, total: float) -> float:
+    return weighted / total if total > np.float32(0.0) else np.float32(0.0)
 
 
 @inlined
@@ -226,7 +246,8 @@ def _kernel(q_dtype: Any, pages_dtype: Any) -> tuple[Any, Any]:
         tables = data(arguments, TABLES, (seqs, dim(arguments, TABLES, 1)), np.int32)
         contexts = data(arguments, CONTEXTS, (seqs,), np.int32)
         starts = data(arguments, STARTS, (seqs + 1,), np.int32)
-        window, page_size, value_row, value_column = data(arguments, INTEGERS, (4,), np.int32)
+        offsets = data(arguments, OFFSETS, (seqs,), np.int32)
+        window, page_size, page_stride, value_row, value_column = data(arguments, INTEGERS, (5,), np.int32)
         scale, cap = data(arguments, FLOATS, (2,), np.float32)
         sinks = data(arguments, SINKS, (kv_heads, group), np.float32)
         out = data(results, 0, (tokens, kv_heads, group, value_dim), q_dtype)
@@ -249,10 +270,12 @@ def _kernel(q_dtype: Any, pages_dtype: Any) -> tuple[Any, Any]:
             lse[begin:end, head] = -np.inf
             return
         position = contexts[seq] - starts[seq + 1] + begin  # of the first token
-        first = max(position - window + 1, 0)
-        last_page = (position + end - begin - 1) // page_size
-        page_rows = np.empty(last_page + 1, np.int64)
-        for page in range(first // page_size, last_page + 1):
+        offset = offsets[seq]
+        # From here on keys are counted in the order of the block table.
+        first = keys_before(max(position - window + 1, 0), page_size, page_stride, offset)
+        pages = (keys_before(position + end - begin, page_size, page_stride, offset) + page_size - 1) // page_size
+        page_rows = np.empty(pages, np.int64)
+        for page in range(first // page_size, pages):
             page_rows[page] = np.int64(tables[seq, page]) * kv_heads + head
 
         rows = (end - begin) * group
@@ -268,38 +291,41 @@ def _kernel(q_dtype: Any, pages_dtype: Any) -> tuple[Any, Any]:
                     for d in range(key_dim):
                         query[g, d] = as_float(q[t, head, g, d]) * scale
                 acc[:] = np.float32(0.0)
-                last = position + t - begin
-                first = max(last - window + 1, 0)
+                own = position + t - begin
+                first = keys_before(max(own - window + 1, 0), page_size, page_stride, offset)
+                last = keys_before(own + 1, page_size, page_stride, offset) - 1
                 attend_rows(
                     query, kv, page_rows, page_size, value_row, value_column, first, last, cap, logits, top, total, acc
                 )
                 for g in range(group):
-                    lse[t, head, g] = top[g] + np.float32(math.log(total[g]))
+                    lse[t, head, g] = log_sum(top[g], total[g])
                     for d in range(value_dim):
-                        out[t, head, g, d] = rounded(acc[g, d] / total[g], zero)
+                        out[t, head, g, d] = rounded(mean(acc[g, d], total[g]), zero)
         else:
             width = (rows + ROWS - 1) // ROWS * ROWS
             query = np.empty((key_dim, width), np.float32)
             logits = np.empty((TILE_BLOCK, width), np.float32)
             fades, tops, totals = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-            positions = np.empty(width, np.int32)
+            firsts, lasts = np.empty(width, np.int32), np.empty(width, np.int32)
             acc = np.zeros((value_dim, width), np.float32)
             for r in range(width):  # those past the last row repeat it
                 t, g = min(r, rows - 1) // group, min(r, rows - 1) % group
-                positions[r] = position + t
+                own = position + t
+                firsts[r] = keys_before(max(own - window + 1, 0), page_size, page_stride, offset)
+                lasts[r] = keys_before(own + 1, page_size, page_stride, offset) - 1
                 tops[r] = max(sinks[head, g], START)
                 totals[r] = np.float32(1.0) if sinks[head, g] > START else np.float32(0.0)
                 for d in range(key_dim):
                     query[d, r] = as_float(q[begin + t, head, g, d]) * scale
             attend_tile(
-                query, kv, page_rows, page_size, value_row, value_column, first, positions, window, cap,
+                query, kv, page_rows, page_size, value_row, value_column, firsts, lasts, cap,
                 logits, fades, tops, totals, acc,
             )  # fmt: skip
             for r in range(rows):
                 t, g = begin + r // group, r % group
-                lse[t, head, g] = tops[r] + np.float32(math.log(totals[r]))
+                lse[t, head, g] = log_sum(tops[r], totals[r])
                 for d in range(value_dim):
-                    out[t, head, g, d] = rounded(acc[d, r] / totals[r], zero)
+                    out[t, head, g, d] = rounded(mean(acc[d, r], totals[r]), zero)
 
     # Numba finds what it has compiled before by a function's name and file alone: the name stands for all the source in it.
     source = "".join(inspect.getsource(module) for module in (numba_ffi, numba_math))
@@ -325,9 +351,9 @@ def _target(q_dtype: Any, pages_dtype: Any) -> str:
     return name
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], gqa: GQASizes | None) -> str | None:
+def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why attention of these dtypes cannot be computed on this platform; None if it can. All sizes can."""
-    del gqa
+    del sizes
     if platform != "cpu":
         return f"it runs on CPU, not on {platform}"
     for dtype in dtypes:
@@ -350,6 +376,8 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`; `max_query_len` is not needed here."""
     del max_query_len
@@ -363,6 +391,8 @@ def paged_attention(
         query_starts,
         value_dim=head_dim,
         page_size=page_size,
+        page_stride=page_stride,
+        page_offset=page_offset,
         values_at=(page_size, 0) if kv_pages.shape[3] == head_dim else (0, head_dim),
         window=window,
         scale=scale if k_scale is None else scale * k_scale,
@@ -384,6 +414,8 @@ def mla_paged_attention(
     soft_cap: float | None,
     k_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
     del max_query_len
@@ -395,6 +427,8 @@ def mla_paged_attention(
         query_starts,
         value_dim=q_latent.shape[2],
         page_size=latent_pages.shape[1],
+        page_stride=page_stride,
+        page_offset=page_offset,
         values_at=(0, 0),
         window=None,
         scale=scale if k_scale is None else scale * k_scale,
@@ -413,6 +447,8 @@ def _attend(
     *,
     value_dim: int,
     page_size: int,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
     values_at: tuple[int, int],
     window: int | Int[Array, ""] | None,
     scale: Scale,
@@ -429,7 +465,8 @@ def _attend(
         block_tables,
         context_lens,
         query_starts,
-        jnp.array([NO_WINDOW if window is None else window, page_size, *values_at], jnp.int32),
+        jnp.zeros(len(block_tables), jnp.int32) if page_offset is None else page_offset.astype(jnp.int32),
+        jnp.array([NO_WINDOW if window is None else window, page_size, page_stride, *values_at], jnp.int32),
         jnp.array([scale, soft_cap or 0.0], jnp.float32),
         jnp.full(heads, LOWEST) if sinks is None else sinks.astype(jnp.float32),
     )

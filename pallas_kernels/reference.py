@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load, split_kv
+from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
 
 
 def paged_attention(
@@ -21,6 +21,8 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`; `max_query_len` is not needed here."""
     del max_query_len
@@ -31,6 +33,7 @@ def paged_attention(
         k,
         v,
         position,
+        _key_positions(block_tables, page_size_of(kv_pages, q.shape[-1]), page_stride, page_offset)[seq],
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -52,6 +55,8 @@ def mla_paged_attention(
     soft_cap: float | None,
     k_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.mla_paged_attention`; `max_query_len` is not needed here."""
     del max_query_len
@@ -59,7 +64,8 @@ def mla_paged_attention(
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     k = load(latent_pages[block_tables[seq]])[:, :, None]  # one KV head
     v = k[..., : q_latent.shape[-1]]
-    return _attend(q, k, v, position, scale=scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=k_scale)
+    key = _key_positions(block_tables, latent_pages.shape[1], page_stride, page_offset)[seq]
+    return _attend(q, k, v, position, key, scale=scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=k_scale)
 
 
 def _locate(
@@ -73,11 +79,22 @@ def _locate(
     return seq, jnp.where(context > 0, context - (query_starts[seq + 1] - token), -1)
 
 
+def _key_positions(
+    block_tables: Int[Array, "seqs max_pages"], page_size: int, page_stride: int, page_offset: Int[Array, "seqs"] | None
+) -> Int[Array, "seqs keys"]:
+    """The positions of the keys that a sequence's block table leads to."""
+    seqs, pages = block_tables.shape
+    page = jnp.arange(pages) * page_stride + (0 if page_offset is None else page_offset[:, None])  # [seqs or 1, pages]
+    key = page[..., None] * page_size + jnp.arange(page_size)
+    return jnp.broadcast_to(key, (seqs, pages, page_size)).reshape(seqs, -1)
+
+
 def _attend(
     q: Float[Array, "tokens heads key_dim"],
     k: Num[Array, "tokens max_pages kv_heads page_size key_dim"],
     v: Num[Array, "tokens max_pages kv_heads page_size value_dim"],
     position: Int[Array, "tokens"],
+    key: Int[Array, "tokens keys"],
     *,
     scale: float,
     soft_cap: float | None,
@@ -86,17 +103,16 @@ def _attend(
     window: int | Int[Array, ""] | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
-    """Attention of each token over the pages of its sequence."""
+    """Attention of each token, at its position, over the pages of its sequence, whose keys stand at those of `key`."""
     tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
-    key = jnp.arange(k.shape[1] * k.shape[3])
     visible = key <= position[:, None]  # [tokens, keys]
     if window is not None:
         visible &= key > position[:, None] - window
 
     def in_a_row(x: Num[Array, "tokens max_pages kv_heads page_size dim"], x_scale: Scale | None) -> Array:
         """[tokens, kv_heads, keys, dim] in float32; slots that no token sees may hold NaN and are cleared."""
-        x = jnp.moveaxis(x.astype(jnp.float32), 2, 1).reshape(tokens, kv_heads, len(key), -1)
+        x = jnp.moveaxis(x.astype(jnp.float32), 2, 1).reshape(tokens, kv_heads, key.shape[1], -1)
         x = jnp.where(visible[:, None, :, None], x, 0)
         return x if x_scale is None else x * x_scale
 

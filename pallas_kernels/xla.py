@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load, page_size_of
+from paxserve.pallas_kernels.layout import Scale, keys_before, load, page_size_of
 
 LANE = 8  # sequences with one query token that are computed together: each waits for the longest of its lane
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
@@ -21,7 +21,7 @@ FEW_ROWS = 32  # query rows per KV head up to which reading K and V outweighs ar
 
 Window = int | Int[Array, ""] | None
 Partial = tuple[Float32[Array, "... heads value_dim"], Float32[Array, "... heads"]]  # output and log-sum-exp
-Attend = Callable[[Array, Array, Array], Partial]  # of queries, block tables and positions
+Attend = Callable[[Array, Array, Array, Array], Partial]  # of queries, block tables, page offsets and positions
 
 
 def paged_attention(
@@ -38,26 +38,30 @@ def paged_attention(
     k_scale: Scale | None,
     v_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`."""
     head_dim = q.shape[-1]
     values = None if kv_pages.shape[-1] == head_dim else slice(head_dim, 2 * head_dim)
 
-    def attend(q: Array, tables: Array, position: Array) -> Partial:
+    def attend(q: Array, tables: Array, offset: Array, position: Array) -> Partial:
         logit_scale = scale if k_scale is None else scale * k_scale
         return _attend(
             q,
             kv_pages,
             tables,
+            offset,
             position,
             page_size=page_size_of(kv_pages, head_dim),
+            page_stride=page_stride,
             values=values,
             scale=logit_scale,
             window=window,
             soft_cap=soft_cap,
         )
 
-    out, lse = _ragged(attend, q, block_tables, context_lens, query_starts, head_dim, max_query_len)
+    out, lse = _ragged(attend, q, block_tables, page_offset, context_lens, query_starts, head_dim, max_query_len)
     out, lse = finish(out, lse, v_scale, sinks)
     return out.astype(q.dtype), lse
 
@@ -90,17 +94,21 @@ def mla_paged_attention(
     soft_cap: float | None,
     k_scale: Scale | None,
     max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
     rank = q_latent.shape[-1]
 
-    def attend(q: Array, tables: Array, position: Array) -> Partial:
+    def attend(q: Array, tables: Array, offset: Array, position: Array) -> Partial:
         return _attend(
             q,
             latent_pages[:, None],
             tables,
+            offset,
             position,
             page_size=latent_pages.shape[1],
+            page_stride=page_stride,
             values=slice(0, rank),
             scale=scale if k_scale is None else scale * k_scale,
             window=None,
@@ -108,7 +116,7 @@ def mla_paged_attention(
         )
 
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    out, lse = _ragged(attend, q, block_tables, context_lens, query_starts, rank, max_query_len)
+    out, lse = _ragged(attend, q, block_tables, page_offset, context_lens, query_starts, rank, max_query_len)
     if k_scale is not None:
         out *= k_scale
     return out.astype(q.dtype), lse
@@ -118,6 +126,7 @@ def _ragged(
     attend: Attend,
     q: Float[Array, "tokens heads key_dim"],
     block_tables: Int[Array, "seqs max_pages"],
+    page_offset: Int[Array, "seqs"] | None,
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
     value_dim: int,
@@ -125,15 +134,16 @@ def _ragged(
 ) -> Partial:
     """Output [tokens, heads, value_dim] and lse of ragged queries: single ones in lanes, the others in tiles."""
     tokens, heads, _ = q.shape
+    page_offset = jnp.zeros(len(block_tables), jnp.int32) if page_offset is None else page_offset
     starts, query_lens = query_starts[:-1], jnp.diff(query_starts)
     is_single = (query_lens == 1) & (context_lens > 0)
     row = jnp.where(is_single, starts, 0)
     position = jnp.where(is_single, context_lens - 1, -1)
-    row_out, row_lse = _singles(attend, q[row], block_tables, position, value_dim)
+    row_out, row_lse = _singles(attend, q[row], block_tables, page_offset, position, value_dim)
 
     out, lse = _nothing(tokens, heads, value_dim)
     if max_query_len != 1:
-        out, lse = _tiles(attend, q, block_tables, context_lens, query_starts, value_dim)
+        out, lse = _tiles(attend, q, block_tables, page_offset, context_lens, query_starts, value_dim)
     row = jnp.where(is_single, starts, tokens)
     return out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
 
@@ -147,6 +157,7 @@ def _singles(
     attend: Attend,
     q: Float[Array, "seqs heads key_dim"],
     block_tables: Int[Array, "seqs max_pages"],
+    page_offset: Int[Array, "seqs"],
     position: Int[Array, "seqs"],
     value_dim: int,
 ) -> Partial:
@@ -158,7 +169,7 @@ def _singles(
     def one_lane(i: Array, carry: Partial) -> Partial:
         out, lse = carry
         lane = jax.lax.dynamic_slice_in_dim(order, i * lane_size, lane_size)
-        lane_out, lane_lse = attend(q[lane][:, None], block_tables[lane], position[lane][:, None])
+        lane_out, lane_lse = attend(q[lane][:, None], block_tables[lane], page_offset[lane], position[lane][:, None])
         return out.at[lane].set(lane_out[:, 0]), lse.at[lane].set(lane_lse[:, 0])
 
     first_lane = jnp.sum(position < 0) // lane_size
@@ -169,6 +180,7 @@ def _tiles(
     attend: Attend,
     q: Float[Array, "tokens heads key_dim"],
     block_tables: Int[Array, "seqs max_pages"],
+    page_offset: Int[Array, "seqs"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
     value_dim: int,
@@ -191,7 +203,7 @@ def _tiles(
         end = query_starts[seq + 1]
         position = jnp.where(token < end, context_lens[seq] - end + token, -1)
         rows = jax.lax.dynamic_slice_in_dim(q, first, tile)
-        tile_out, tile_lse = attend(rows[None], block_tables[seq][None], position[None])
+        tile_out, tile_lse = attend(rows[None], block_tables[seq][None], page_offset[seq][None], position[None])
         out = jax.lax.dynamic_update_slice_in_dim(out, tile_out[0], first, 0)
         return out, jax.lax.dynamic_update_slice_in_dim(lse, tile_lse[0], first, 0)
 
@@ -203,9 +215,11 @@ def _attend(
     q: Float[Array, "seqs queries heads key_dim"],
     kv_pages: Num[Array, "pages kv_heads slots width"],
     tables: Int[Array, "seqs max_pages"],
+    page_offset: Int[Array, "seqs"],
     position: Int[Array, "seqs queries"],
     *,
     page_size: int,
+    page_stride: int,
     values: slice | None,
     scale: Scale,
     window: Window,
@@ -232,10 +246,15 @@ def _attend(
         # the output only the columns of V are kept.
         q = jnp.pad(q, ((0, 0), (0, 0), (0, width - key_dim)))
 
-    last = jnp.repeat(position, group, axis=1)  # [seqs, rows]
-    first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
-    end_page = position.max(1) // page_size + 1  # [seqs]
-    first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, first[:, ::group]).min(1) // page_size
+    # From here on keys are counted in the order of the block table.
+    end = keys_before(position + 1, page_size, page_stride, page_offset[:, None])  # [seqs, queries]
+    start = jnp.zeros_like(end)
+    if window is not None:
+        start = keys_before(jnp.maximum(position - window + 1, 0), page_size, page_stride, page_offset[:, None])
+    first, last = jnp.repeat(start, group, axis=1), jnp.repeat(end, group, axis=1) - 1  # [seqs, rows]
+    end_key = end.max(1, keepdims=True)
+    end_page = -(-end_key[:, 0] // page_size)  # [seqs]
+    first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, start).min(1) // page_size
     key_bytes = seqs * kv_heads * slots * width // page_size * kv_pages.dtype.itemsize
     chunk_keys = CHUNK_KEYS
     while chunk_keys > 1 and chunk_keys * key_bytes > CHUNK_BYTES:
@@ -244,11 +263,11 @@ def _attend(
     chunks = -(-jnp.maximum(end_page - first_page, 0).max() // chunk_pages)
 
     def locate(i: Array) -> tuple[Array, Array, Array]:
-        """The pages of chunk i [seqs, chunk_pages], their keys' positions, and which of these exist [seqs, keys]."""
+        """The pages of chunk i [seqs, chunk_pages], their keys' numbers, and which of these exist [seqs, keys]."""
         page = first_page[:, None] + i * chunk_pages + jnp.arange(chunk_pages)
         ids = jnp.take_along_axis(tables, page, axis=1, mode="clip")
         key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(seqs, -1)
-        return jnp.where(page < end_page[:, None], ids, 0), key, key <= position.max(1, keepdims=True)
+        return jnp.where(page < end_page[:, None], ids, 0), key, key < end_key
 
     def one_chunk(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         top, total, acc, ids, key, exists = carry

@@ -16,7 +16,7 @@ from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
 from paxserve.models.config_quantization import check_quantization
 from paxserve.pack import pack, pack_sampling, sampling_key
-from paxserve.pallas_kernels import GQASizes, choose_implementation
+from paxserve.pallas_kernels import GQASizes, MLASizes, choose_implementation
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
 from paxserve.scheduler import PlannedRow, StepPlan
@@ -45,7 +45,9 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
     """
     check_quantization(config.quantization, model)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    sizes = GQASizes(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
+    sizes: GQASizes | MLASizes = GQASizes(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
+    if model.mla:
+        sizes = MLASizes(model.num_heads, model.mla.kv_lora_rank, model.mla.qk_rope_head_dim, config.page_size)
     return ProgramBuilder(
         model,
         make_mesh(devices=[device]),
@@ -53,7 +55,7 @@ def make_builder(model: ModelConfig, config: EngineConfig, device: jax.Device) -
         quantization=config.quantization,
         scan_layers=device.platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=choose_implementation(config.attention, device.platform, dtype, gqa=None if model.mla else sizes),
+        attention=choose_implementation(config.attention, device.platform, dtype, sizes=sizes),
     )
 
 

@@ -12,9 +12,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from test_paged_attention import MIXED, Case, assert_close
 
-from paxserve.pallas_kernels import GQASizes, choose_implementation, mosaic_tpu, paged_attention
+from paxserve.pallas_kernels import GQASizes, MLASizes, choose_implementation, mosaic_tpu, paged_attention
 
 EVERYTHING = {"window": jnp.int32(21), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}
+LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
 CASES = {
     "mixed, in small blocks": Case(**MIXED, padding=40, options=EVERYTHING),
     "decode with padding rows, head_dim 128": Case(
@@ -74,16 +75,16 @@ def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
 
 
 def test_chosen_on_tpu_for_what_it_computes() -> None:
-    assert choose_implementation(None, "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
-    assert choose_implementation(None, "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 8)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.float16, gqa=GQASizes(8, 2, 128, 32)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.bfloat16) == "xla"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8)) == "xla"
+    assert choose_implementation(None, "tpu", jnp.float16, sizes=GQASizes(8, 2, 128, 32)) == "xla"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "xla"
     with pytest.raises(NotImplementedError, match="does not run on gpu"):
-        choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16)
+        choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16, sizes=LATENT)
     with pytest.raises(NotImplementedError, match="does not compute latent attention"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16)
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=LATENT)
     with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, gqa=GQASizes(8, 2, 128, 8))
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8))
     with pytest.raises(NotImplementedError, match="does not read float16"):
         paged_attention(
             jnp.zeros((1, 1, 16), jnp.float16),

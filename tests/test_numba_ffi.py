@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba import cfunc, types
 
-from paxserve.pallas_kernels import choose_implementation, numba_ffi
+from paxserve.pallas_kernels import GQASizes, choose_implementation, numba_ffi
 from paxserve.pallas_kernels.numba_ffi import WORD, data, dim, load_word
 
 HEADER = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
@@ -102,16 +102,19 @@ def test_calls_of_several_threads_at_once(double):
         list(pool.map(run, range(8)))
 
 
+LLAMA = GQASizes(heads=8, kv_heads=2, head_dim=128, page_size=16)
+
+
 def test_the_implementation_chosen_by_platform_and_dtype(monkeypatch):
-    assert choose_implementation(None, "cpu", jnp.bfloat16, jnp.uint16) == "numba_cpu"
-    assert choose_implementation(None, "cpu", jnp.float16) == "xla"
-    assert choose_implementation(None, "gpu", jnp.bfloat16) == "xla"
-    assert choose_implementation("reference", "tpu", jnp.bfloat16) == "reference"
+    assert choose_implementation(None, "cpu", jnp.bfloat16, jnp.uint16, sizes=LLAMA) == "numba_cpu"
+    assert choose_implementation(None, "cpu", jnp.float16, sizes=LLAMA) == "xla"
+    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "xla"
+    assert choose_implementation("reference", "tpu", jnp.bfloat16, sizes=LLAMA) == "reference"
     with pytest.raises(NotImplementedError, match="runs on CPU, not on gpu"):
-        choose_implementation("numba_cpu", "gpu", jnp.bfloat16)
+        choose_implementation("numba_cpu", "gpu", jnp.bfloat16, sizes=LLAMA)
     with pytest.raises(NotImplementedError, match="does not read float16"):
-        choose_implementation("numba_cpu", "cpu", jnp.float16)
+        choose_implementation("numba_cpu", "cpu", jnp.float16, sizes=LLAMA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert choose_implementation(None, "cpu", jnp.bfloat16) == "xla"
+    assert choose_implementation(None, "cpu", jnp.bfloat16, sizes=LLAMA) == "xla"
     with pytest.raises(NotImplementedError, match=r"pip install 'paxserve\[cpu\]'"):
-        choose_implementation("numba_cpu", "cpu", jnp.bfloat16)
+        choose_implementation("numba_cpu", "cpu", jnp.bfloat16, sizes=LLAMA)

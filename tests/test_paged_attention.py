@@ -1,5 +1,6 @@
 """Every implementation of paged attention against the reference, and the reference against plain NumPy."""
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,7 @@ class Case:
         stored = jnp.asarray(pages, self.dtype)
         as_stored = storage_dtype(self.dtype)
         self.kv_pages = stored if as_stored == self.dtype else jax.lax.bitcast_convert_type(stored, as_stored)
+        self.visible = [np.ones(c, bool) for c in self.contexts]
         self.context_lens = np.asarray(self.contexts, np.int32)
         self.query_starts = np.cumsum([0, *self.queries], dtype=np.int32)
 
@@ -107,6 +109,22 @@ class Case:
         assert lse.dtype == jnp.float32
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
+    def deal(self, stride: int, rank: int) -> "Case":
+        """This case as a device sees it that holds every `stride`-th page, of sequence s from its page (rank + s) % stride on.
+
+        The other pages' keys are no longer there for `numpy` either.
+        """
+        dealt = copy.copy(self)
+        offsets = (rank + np.arange(len(self.contexts))) % stride
+        dealt.block_tables = np.full_like(self.block_tables, -7)
+        dealt.visible = []
+        for s, offset in enumerate(offsets):
+            own = self.block_tables[s, offset::stride]
+            dealt.block_tables[s, : len(own)] = own
+            dealt.visible.append(np.arange(self.contexts[s]) // self.page_size % stride == offset)
+        dealt.options = self.options | {"page_stride": stride, "page_offset": jnp.asarray(offsets, jnp.int32)}
+        return dealt
+
     def numpy(self) -> tuple[np.ndarray, np.ndarray]:
         """Softmax attention in float64, one query token and one head at a time."""
         out = np.zeros((*self.q.shape[:2], self.latent_dim or self.head_dim))
@@ -118,8 +136,11 @@ class Case:
                 token = self.query_starts[s] + i
                 end = self.contexts[s] - self.queries[s] + i + 1
                 start = 0 if window is None else max(end - int(window), 0)
+                seen = self.visible[s][start:end]
+                if not seen.any():
+                    continue
                 for h in range(self.heads):
-                    head = kv[:, h // (self.heads // self.kv_heads), start:end]
+                    head = kv[:, h // (self.heads // self.kv_heads), start:end][:, seen]
                     k, v = head[0], head[-1][:, : self.latent_dim]
                     logits = k @ self.q[token, h].astype(np.float64) * self.head_dim**-0.5
                     if soft_cap is not None:
@@ -188,6 +209,22 @@ MLA_CASES = {
 )
 def test_matches_numpy(case: Case, implementation: str) -> None:
     assert_close(case.run(implementation), case.numpy(), atol=1e-5)
+
+
+DEALT = {
+    "mixed": Case(**MIXED),
+    "window": Case(**MIXED, stacked=True, options={"window": jnp.int32(21)}),
+    "long": Case((1, 150, 2), (200, 170, 100), page_size=8),
+    "latent": Case(**MIXED, **MLA),
+}
+
+
+@pytest.mark.parametrize(("stride", "rank"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize("implementation", ["reference", *FAST_NAMES])
+@pytest.mark.parametrize("case", DEALT.values(), ids=DEALT.keys())
+def test_dealt_pages(case: Case, implementation: str, stride: int, rank: int) -> None:
+    dealt = case.deal(stride, rank)
+    assert_close(dealt.run(implementation), dealt.numpy(), atol=1e-5)
 
 
 HALF: dict[str, Any] = {"head_dim": 64, "dtype": jnp.bfloat16}
