@@ -40,21 +40,14 @@ ROWS = 64  # query rows of a thread block
 STAGES = 2  # blocks of keys in shared memory
 MAX_WIDTH = 576  # values of a row for which three blocks, P and little else fill shared memory
 MAX_RANK = 512  # 256 columns of float32 are half of a warpgroup's registers
-QUANTISED = ("int8", "float8_e4m3fn")
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
 LEFT, RIGHT, PRODUCER = range(3)
 
 
-def why_not(dtypes: tuple[jax.typing.DTypeLike, ...], sizes: MLASizes) -> str | None:
-    """Why the kernel cannot compute attention of these dtypes, of queries and pages, or sizes; None if it can."""
-    query, *pages = (jnp.dtype(dtype).name.replace("uint16", "bfloat16") for dtype in dtypes)
-    if query not in ("bfloat16", "float16"):
-        return f"it does not read {query}"
-    for dtype in pages:
-        if dtype not in (query, *QUANTISED):
-            return f"with queries in {query} it reads pages in {', '.join((query, *QUANTISED))}, not in {dtype}"
+def why_not(sizes: MLASizes) -> str | None:
+    """Why the kernel cannot compute attention of these sizes; None if it can."""
     if sizes.heads > 2 * ROWS:
         return f"it computes latent attention of up to {2 * ROWS} query heads, not {sizes.heads}"
     if sizes.kv_lora_rank % 128 or sizes.kv_lora_rank > MAX_RANK:
@@ -64,8 +57,6 @@ def why_not(dtypes: tuple[jax.typing.DTypeLike, ...], sizes: MLASizes) -> str | 
             f"it computes a qk_rope_head_dim in multiples of 64, of up to {MAX_WIDTH} with the kv_lora_rank, "
             f"not {sizes.qk_rope_head_dim}"
         )
-    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
-        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
     return None
 
 

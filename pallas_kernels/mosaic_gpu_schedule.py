@@ -9,10 +9,13 @@ A *unit* is what one copy reads: `unit` tokens of one page, at most a block. Whe
 units are counted in the row of the pages that are here, and keys are positions in the sequence.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
+
+from paxserve.pallas_kernels.layout import keys_before
 
 BLOCK = 64  # keys
 
@@ -72,13 +75,8 @@ def make_schedule(
     first_key = jnp.zeros_like(position) if window is None else position - window + 1
     offset = jnp.zeros_like(seq) if page_offset is None else page_offset[seq]
 
-    def units_here(before: Int[Array, "tiles"]) -> Int[Array, "tiles"]:
-        """How many of a sequence's first units are here."""
-        page, place = jnp.divmod(before, page_size // unit)
-        pages_here, past = jnp.divmod(page - offset + page_stride - 1, page_stride)
-        return pages_here * (page_size // unit) + jnp.where(past == page_stride - 1, place, 0)
-
-    first_unit, end_unit = units_here(jnp.maximum(first_key, 0) // unit), units_here(-(-end_key // unit))
+    keys_here = functools.partial(keys_before, page_size=page_size, page_stride=page_stride, page_offset=offset)
+    first_unit, end_unit = keys_here(jnp.maximum(first_key, 0)) // unit, -(-keys_here(end_key) // unit)
     blocks = jnp.where(tile < seq_tile_ends[-1], -(-(end_unit - first_unit) // (BLOCK // unit)), 0)
     block_ends = jnp.cumsum(blocks * kv_heads)
     first_block = block_ends - blocks * kv_heads

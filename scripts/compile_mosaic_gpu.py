@@ -47,6 +47,8 @@ class Shape:
     seqs: int = 128
     tokens: int | None = None
     dtype: str = "bfloat16"
+    pages: str | None = None
+    page_stride: int = 1
     window: bool = False
     soft_cap: float | None = None
     sinks: bool = False
@@ -71,6 +73,12 @@ SHAPES = {
     "mixed, head_dim 64, everything": Shape(
         seqs=64, tokens=512, head_dim=64, heads=64, page_size=16, window=True, soft_cap=30.0, sinks=True
     ),
+    "mixed, head_dim 80": Shape(seqs=64, tokens=512, head_dim=80, heads=32, kv_heads=32, soft_cap=30.0, window=True),
+    "mixed, head_dim 96": Shape(seqs=64, tokens=512, head_dim=96, soft_cap=30.0, window=True),
+    "mixed, head_dim 192": Shape(seqs=64, tokens=512, head_dim=192, soft_cap=30.0, window=True),
+    "mixed, head_dim 256": Shape(seqs=64, tokens=512, head_dim=256, soft_cap=30.0, window=True),
+    "decode, int8": Shape(pages="int8"),
+    "decode, fp8": Shape(pages="float8_e4m3fn"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
 }
 QUICK = ("decode", "mixed, everything", "mixed, head_dim 64, everything")
@@ -144,28 +152,34 @@ def _compile(shape: Shape) -> None:
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     tokens, seqs = shape.tokens or shape.seqs, shape.seqs
 
-    def attend(arrays: Any, window: Any, sinks: Any) -> Any:
+    pages_dtype = jnp.dtype(shape.pages or shape.dtype)
+
+    def attend(arrays: Any, window: Any, sinks: Any, scale: Any) -> Any:
         return mosaic_gpu.attend(
             *arrays,
             scale=shape.head_dim**-0.5,
             window=window,
             soft_cap=shape.soft_cap,
             sinks=sinks,
+            k_scale=scale,
+            v_scale=scale,
+            page_stride=shape.page_stride,
             max_query_len=None if shape.tokens else 1,
             ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
         )
 
     arrays = (
         like((tokens, shape.heads, shape.head_dim), jnp.dtype(shape.dtype)),
-        like((2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim), jnp.dtype(shape.dtype)),
+        like((2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype),
         like((seqs, 2**15 // shape.page_size), jnp.int32),
         like((seqs,), jnp.int32),
         like((seqs + 1,), jnp.int32),
     )
     window = like((), jnp.int32) if shape.window else None
     sinks = like((shape.heads,), jnp.float32) if shape.sinks else None
+    scale = like((), jnp.float32) if shape.pages else None
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        jax.jit(attend).lower(arrays, window, sinks).compile()
+        jax.jit(attend).lower(arrays, window, sinks, scale).compile()
 
 
 def main() -> int:
