@@ -5,7 +5,6 @@ item's values): each merges its chunk of the pieces of the item that begins in t
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -25,8 +24,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 def kernel_options(interpret: Any, **params: Any) -> dict[str, Any]:
     """Options of `plgpu.kernel` for all of `mosaic_gpu`; `interpret` is `plgpu.InterpretGPUParams` or None, to compile."""
     semantics = plgpu.LoweringSemantics.Warpgroup
-    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics, **params)
-    return {"compiler_params": params} | ({} if interpret is None else {"interpret": interpret})
+    options = {"compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics, **params)}
+    return options if interpret is None else options | {"interpret": interpret}
 
 
 def collect(

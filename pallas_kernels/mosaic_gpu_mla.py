@@ -139,8 +139,8 @@ def attend(
         ),
         scratch_types={
             # Of a union the interpreter would take the two places for one.
-            "kv_smem": plgpu.RefUnion(*kv_smem) if interpret is None else kv_smem,
-            "q_smem": plgpu.RefUnion(
+            "kv_union": plgpu.RefUnion(*kv_smem) if interpret is None else kv_smem,
+            "q_union": plgpu.RefUnion(
                 swizzled((1, ROWS, width)),
                 swizzled((2, ROWS, rank // 2)),
                 swizzled((2, ROWS, rank // 4), jnp.float32, columns=32),
@@ -150,12 +150,12 @@ def attend(
             "row_smem": plgpu.SMEM((2, ROWS), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
             "q_empty": plgpu.Barrier(num_arrivals=2),
-            "raw_full": copied if is_quantised else None,
             "kv_full": plgpu.Barrier(num_barriers=STAGES) if is_quantised else copied,
             "kv_empty": kv_empty,
             "p_full": plgpu.Barrier(),
             "p_empty": plgpu.Barrier(),
-        },
+        }
+        | ({"raw_full": copied} if is_quantised else {}),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="mla_paged_attention",
@@ -181,22 +181,35 @@ def attend(
     )
 
 
-def _kernel(*refs: Any, kv_smem: Any, q_smem: Any, row_smem: Any, **rest: Any) -> None:
-    kv_smem, *raw_smem = kv_smem
-    q_smem, out_smem, part_smem = q_smem
-    block = _ThreadBlock(
-        *refs,
-        kv_smem=kv_smem,
-        raw_smem=raw_smem[0] if raw_smem else None,
-        q_smem=q_smem,
-        out_smem=out_smem,
-        part_smem=part_smem,
-        factor_smem=row_smem.at[0],
-        lse_smem=row_smem.at[1],
-        **rest,
-    )
+def _kernel(*arrays: Any, kv_union: Any, q_union: Any, row_smem: Any, **rest: Any) -> None:
+    kv_smem, *raw_smem = kv_union
+    q_smem, out_smem, part_smem = q_union
+    buffers = {
+        "kv_smem": kv_smem,
+        "raw_smem": raw_smem[0] if raw_smem else None,
+        "q_smem": q_smem,
+        "out_smem": out_smem,
+        "part_smem": part_smem,
+        "factor_smem": row_smem.at[0],
+        "lse_smem": row_smem.at[1],
+    }
+    block = _ThreadBlock(_GlobalMemory(*arrays), **buffers, **rest)
     for role, work in ((LEFT, block.left), (RIGHT, block.right), (PRODUCER, block.produce)):
         pl.when(lax.axis_index("warpgroup") == role)(work)
+
+
+class _GlobalMemory(NamedTuple):
+    tiles: Any  # [tiles, 9]
+    ctas: Any  # [clusters, 5]
+    tables: Any  # [seqs, max_pages]
+    k_scale: Any  # [1]
+    visible: Any  # [tiles, halves, ROWS], how many keys each row sees
+    q: Any  # [tiles, halves, rows, width]
+    kv: Any  # [pages, units, unit, width]
+    out: Any  # [tiles, halves, rows, rank]
+    lse: Any  # [tiles, halves, ROWS]
+    parts: Any  # [2 * clusters, halves, rows, rank]
+    parts_lse: Any  # [2 * clusters, halves, ROWS]
 
 
 class _Item(NamedTuple):
@@ -216,17 +229,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class _ThreadBlock:
-    tiles: Any  # [tiles, 9]
-    ctas: Any  # [clusters, 5]
-    tables: Any  # [seqs, max_pages]
-    k_scale: Any  # [1]
-    visible: Any  # [tiles, halves, ROWS], the keys that each row sees
-    q: Any  # [tiles, halves, rows, width]
-    kv: Any  # [pages, units, unit, width]
-    out: Any  # [tiles, halves, rows, rank]
-    lse: Any  # [tiles, halves, ROWS]
-    parts: Any  # [2 * clusters, halves, rows, rank]
-    parts_lse: Any  # [2 * clusters, halves, ROWS]
+    gmem: _GlobalMemory
     kv_smem: Any  # [STAGES, BLOCK, width]
     raw_smem: Any  # [2 * STAGES, BLOCK, width] or None: of quantised pages
     q_smem: Any  # [1, ROWS, width]
@@ -238,7 +241,6 @@ class _ThreadBlock:
     lse_smem: Any  # [ROWS]
     q_full: Any
     q_empty: Any
-    raw_full: Any
     kv_full: Any
     kv_empty: Any
     p_full: Any
@@ -247,18 +249,20 @@ class _ThreadBlock:
     soft_cap: float | None
     multicast_axis: str | None
     interpret: bool
+    raw_full: Any = None
 
     def each_item(self, body: Callable[[_Item], None]) -> None:
         cluster = lax.axis_index("cluster")
-        share_begin, share_end = self.ctas[cluster, 0], self.ctas[cluster, 1]
+        share_begin, share_end = self.gmem.ctas[cluster, 0], self.gmem.ctas[cluster, 1]
 
-        @pl.loop(self.ctas[cluster, 2], self.ctas[cluster, 3])
+        @pl.loop(self.gmem.ctas[cluster, 2], self.gmem.ctas[cluster, 3])
         def _item(tile: Array) -> None:
-            first_block, blocks = self.tiles[tile, 1], self.tiles[tile, 2]
+            first_block, blocks = self.gmem.tiles[tile, 1], self.gmem.tiles[tile, 2]
             before = first_block - share_begin
             begin, end = jnp.maximum(-before, 0), jnp.minimum(share_end - first_block, blocks)
-            keys = self.visible[tile, self.visible.shape[1] - 1, ROWS - 1]
-            body(_Item(tile, keys, before, begin, end, end - begin == blocks))
+            keys = self.gmem.visible[tile, self.gmem.visible.shape[1] - 1, ROWS - 1]
+            item = _Item(tile, keys, before, begin, end, end - begin == blocks)
+            pl.when(begin < end)(lambda: body(item))  # there are tiles without keys between others, of dealt pages
 
     def set_registers(self, role: int) -> None:
         """Gives a thread its registers: of 168 at first the producer leaves some to the two consumers, or waits for ever."""
@@ -270,17 +274,17 @@ class _ThreadBlock:
 
     def produce(self) -> None:
         self.set_registers(PRODUCER)
-        half, rows = lax.axis_index("half"), self.q.shape[2]
-        units, unit = self.kv.shape[1:3]  # of a page
+        half, rows = lax.axis_index("half"), self.gmem.q.shape[2]
+        units, unit = self.gmem.kv.shape[1:3]  # of a page
         copies = BLOCK // unit
 
         @self.each_item
         def _item(item: _Item) -> None:
-            seq, last_unit = self.tiles[item.tile, 0], self.tiles[item.tile, 4]
+            seq, last_unit = self.gmem.tiles[item.tile, 0], self.gmem.tiles[item.tile, 4]
 
             def fetch(i: Array) -> None:
                 index = [jnp.minimum(i * copies + j, last_unit) for j in range(copies)]  # past it that again, masked
-                pages = [self.tables[seq, lax.div(x, jnp.int32(units))] for x in index]
+                pages = [self.gmem.tables[seq, lax.div(x, jnp.int32(units))] for x in index]
                 place = item.place_of(i)
                 plgpu.barrier_wait(self.kv_empty.at[place])
                 to, full = self.kv_smem.at[place], self.kv_full.at[place]
@@ -288,7 +292,7 @@ class _ThreadBlock:
                     to, full = self.raw_smem.at[2 * place], self.raw_full.at[place]
                 for j in range(copies):
                     plgpu.copy_gmem_to_smem(
-                        self.kv.at[pages[j], lax.rem(index[j], jnp.int32(units))],
+                        self.gmem.kv.at[pages[j], lax.rem(index[j], jnp.int32(units))],
                         to.at[pl.ds(j * unit, unit)],
                         full,
                         collective_axes=self.multicast_axis,
@@ -296,8 +300,8 @@ class _ThreadBlock:
 
             fetch(item.begin)
             plgpu.barrier_wait(self.q_empty)
-            plgpu.copy_gmem_to_smem(self.q.at[item.tile, half], self.q_smem.at[0, pl.ds(0, rows)], self.q_full)
-            plgpu.copy_gmem_to_smem(self.visible.at[item.tile, half], self.visible_smem, self.q_full)
+            plgpu.copy_gmem_to_smem(self.gmem.q.at[item.tile, half], self.q_smem.at[0, pl.ds(0, rows)], self.q_full)
+            plgpu.copy_gmem_to_smem(self.gmem.visible.at[item.tile, half], self.visible_smem, self.q_full)
 
             @pl.loop(item.begin, item.end)
             def _block(i: Array) -> None:
@@ -331,11 +335,11 @@ class _ThreadBlock:
     def left(self) -> None:
         self.begin_consumer(LEFT)
         half = lax.axis_index("half")
-        k_scale = self.k_scale[0]
+        k_scale = self.gmem.k_scale[0]
 
         @self.each_item
         def _item(item: _Item) -> None:
-            least_visible = self.visible[item.tile, half, 0]
+            least_visible = self.gmem.visible[item.tile, half, 0]
             plgpu.barrier_wait(self.q_full)
             visible = plgpu.layout_cast(self.visible_smem[...], ROW_LAYOUT)
 
@@ -400,14 +404,14 @@ class _ThreadBlock:
 
     def zeros(self) -> Array:
         """The output of a side before the first block."""
-        return plgpu.layout_cast(jnp.full((ROWS, self.out.shape[-1] // 2), 0.0, jnp.float32), LAYOUT)
+        return plgpu.layout_cast(jnp.full((ROWS, self.gmem.out.shape[-1] // 2), 0.0, jnp.float32), LAYOUT)
 
     def logits(self, place: Array, k_scale: Array) -> Array:
         """Of the block of keys at a place, in base 2."""
         k = self.kv_smem.at[place]
         # The index is 0, but ptxas does not know: it would keep the descriptors of all of q_smem, and spill them.
         q = self.q_smem.at[jnp.minimum(place, 0)]
-        self.show_reads(self.q_smem.at[0, pl.ds(0, self.q.shape[2])], k)
+        self.show_reads(self.q_smem.at[0, pl.ds(0, self.gmem.q.shape[2])], k)
 
         def product(acc: Any) -> Array:
             plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -447,7 +451,7 @@ class _ThreadBlock:
             plgpu.wgmma(product_acc, self.p_smem, v)
             return product_acc[...]
 
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        return acc + pl.run_scoped(product, plgpu.ACC((ROWS, columns), jnp.float32))
 
     def show_reads(self, *operands: Any) -> None:
         """Lets the interpreter see what wgmma reads: it does not look for races there by itself."""
@@ -459,27 +463,27 @@ class _ThreadBlock:
     def store(self, acc: Array, item: _Item, side: int) -> None:
         """A side of the item's output, if it is the whole item, or of a piece; left's log-sum-exps with it."""
         cluster, half = lax.axis_index("cluster"), lax.axis_index("half")
-        rows, columns = self.q.shape[2], acc.shape[1]
+        rows, columns = self.gmem.q.shape[2], acc.shape[1]
 
         @pl.when(item.is_whole)
         def _final() -> None:
             self.out_smem.at[side][...] = acc.astype(self.out_smem.dtype)
             plgpu.commit_smem()
-            out = self.out.at[item.tile, half, :, pl.ds(side * columns, columns)]
+            out = self.gmem.out.at[item.tile, half, :, pl.ds(side * columns, columns)]
             plgpu.copy_smem_to_gmem(self.out_smem.at[side, pl.ds(0, rows)], out)
             if side == LEFT:
-                plgpu.copy_smem_to_gmem(self.lse_smem, self.lse.at[item.tile, half])
+                plgpu.copy_smem_to_gmem(self.lse_smem, self.gmem.lse.at[item.tile, half])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(jnp.logical_not(item.is_whole))
         def _piece() -> None:
             part = 2 * cluster + (item.begin == 0)
             if side == LEFT:
-                plgpu.copy_smem_to_gmem(self.lse_smem, self.parts_lse.at[part, half])
+                plgpu.copy_smem_to_gmem(self.lse_smem, self.gmem.parts_lse.at[part, half])
             for at in (0, columns // 2):
                 self.part_smem.at[side][...] = acc[:, at : at + columns // 2]
                 plgpu.commit_smem()
-                out = self.parts.at[part, half, :, pl.ds(side * columns + at, columns // 2)]
+                out = self.gmem.parts.at[part, half, :, pl.ds(side * columns + at, columns // 2)]
                 plgpu.copy_smem_to_gmem(self.part_smem.at[side, pl.ds(0, rows)], out)
                 plgpu.wait_smem_to_gmem(0)
 

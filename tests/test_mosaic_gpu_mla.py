@@ -77,10 +77,17 @@ def test_quantised_pages(stored: Any, heads: int) -> None:
     assert_half_close(interpret(case, k_scale=jnp.float32(k_scale)), case.numpy())
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_dealt_pages(page_size: int) -> None:
-    case = Case((1, 0, 5, 9), (1, 0, 165, 49), heads=16, page_size=page_size, **SMALL).deal(3, 1)
-    assert_half_close(interpret(case), case.numpy())
+@pytest.mark.parametrize(
+    ("case", "ctas"),
+    [
+        (Case((1, 0, 5, 9), (1, 0, 165, 49), heads=16, **SMALL), 6),
+        (Case((1, 2, 3), (165, 49, 100), heads=16, page_size=128, **SMALL), 2),
+    ],
+    ids=["pages of 16", "a sequence without keys between others"],
+)
+def test_dealt_pages(case: Case, ctas: int) -> None:
+    dealt = case.deal(3, 1)
+    assert_half_close(interpret(dealt, ctas=ctas), dealt.numpy())
 
 
 @settings(max_examples=4, deadline=None)
