@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from paxserve.pallas_kernels.mosaic_gpu_schedule import Schedule
 
-CHUNK_VALUES = 1024  # of a thread block: eight a thread
+CHUNK_VALUES = 512  # of a thread block, at least
 UNROLL = 4  # pieces whose loads are in flight together
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -42,8 +42,8 @@ def collect(
 
     Row r of an item is head `r % group` of its token `r // group`. `out` and `lse` are of the items that were not cut,
     piece `2 * cta + slot` of those that were (see mosaic_gpu_schedule.py); what is not in use may hold anything. Pieces'
-    log-sum-exps are natural, and -inf for a row that saw no key, which counts for nothing. rows * value_dim must be a
-    multiple of 128.
+    log-sum-exps are natural, and -inf for a row that saw no key, which counts for nothing. rows must be a multiple of 8,
+    value_dim of 16.
     """
     num_tiles, items = out.shape[:2]
     merged, merged_lse = _merge(schedule.ctas, parts, parts_lse, out.dtype, interpret)
@@ -65,7 +65,7 @@ def _merge(
 ) -> tuple[Float[Array, "ctas rows value_dim"], Float32[Array, "ctas rows"]]:
     """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
     num_ctas, (rows, value_dim) = len(ctas), parts.shape[1:]
-    chunk_rows = 2 ** (min(CHUNK_VALUES // value_dim, 8).bit_length() - 1)  # divides rows
+    chunk_rows = next(n for n in (1, 2, 4, 8) if n * value_dim >= CHUNK_VALUES and n * value_dim % 128 == 0)
     chunks, chunk = rows // chunk_rows, chunk_rows * value_dim
     out, out_lse = plgpu.kernel(
         functools.partial(_merge_kernel, chunk_rows=chunk_rows),

@@ -4,8 +4,9 @@
 
 needs JAX's CUDA plugin and NVIDIA's compilers in the same environment, but no driver:
 `pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Fails
-if a shape does not compile, if a kernel spills registers, if fewer thread blocks fit a multiprocessor than the grid counts
-on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows of a table.
+if a shape does not compile, if a kernel spills registers (latent attention: more than a few), if fewer thread blocks fit a
+multiprocessor than the grid counts on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows
+of a table.
 """
 
 import argparse
@@ -32,8 +33,9 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-MULTIPROCESSORS, REGISTERS, SHARED_BYTES, THREADS = 132, 65536, 233472, 128
+MULTIPROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 233472
 BLOCK_SHARED_BYTES = 1024  # that the system takes of each thread block's
+LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and after the loop over keys
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Shape:
     window: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+
+
+@dataclass(frozen=True)
+class LatentShape(Shape):
+    """Of latent attention: head_dim is the kv_lora_rank."""
+
+    head_dim: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+    seqs: int = 64
 
 
 SHAPES = {
@@ -80,8 +92,26 @@ SHAPES = {
     "decode, int8": Shape(pages="int8"),
     "decode, fp8": Shape(pages="float8_e4m3fn"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
+    "latent decode, 16 heads": LatentShape(heads=16, page_size=16),
+    "latent decode, 64 heads": LatentShape(heads=64),
+    "latent decode, 128 heads": LatentShape(heads=128, page_size=128),
+    "latent decode, 128 heads, pages of 8": LatentShape(heads=128, page_size=8),
+    "latent decode, 64 heads, int8": LatentShape(heads=64, pages="int8"),
+    "latent decode, 128 heads, fp8": LatentShape(heads=128, page_size=16, pages="float8_e4m3fn"),
+    "latent mixed, 16 heads": LatentShape(heads=16, tokens=512, page_size=16, soft_cap=30.0, page_stride=4),
+    "latent mixed, 16 heads, int8": LatentShape(heads=16, tokens=512, pages="int8", soft_cap=30.0, page_stride=4),
+    "latent mixed, 128 heads, float16": LatentShape(heads=128, tokens=512, dtype="float16"),
+    "latent mixed, 128 heads, fp8": LatentShape(heads=128, tokens=512, page_size=128, pages="float8_e4m3fn"),
+    "latent prefill of 8192, 64 heads": LatentShape(heads=64, seqs=4, tokens=8192),
+    "latent mixed, rank 256, RoPE 128": LatentShape(heads=32, head_dim=256, rope_dim=128, tokens=512),
 }
-QUICK = ("decode", "mixed, everything", "mixed, head_dim 64, everything")
+QUICK = (
+    "decode",
+    "mixed, everything",
+    "mixed, head_dim 64, everything",
+    "latent decode, 128 heads",
+    "latent mixed, 16 heads, int8",
+)
 
 
 @dataclass(frozen=True)
@@ -125,15 +155,16 @@ def _read_row(shape: str, report: Path) -> Row:
     kernel = re.sub(r"_\d+$", "", report.stem)
     said, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
     registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
-    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
+    spilled = max((int(count) for count in re.findall(r"(\d+) bytes spill", said)), default=0)
     shared = int(re.search(r"smem_scratch_bytes=(\d+)", report.with_suffix(".resources.txt").read_text())[1])  # type: ignore[index]
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * THREADS)
+    threads = 384 if kernel == LATENT_KERNEL else 128
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
     fitting = min(by_registers, SHARED_BYTES // (shared + BLOCK_SHARED_BYTES))
     fault = None
-    if spilled:
+    if spilled > (LATENT_SPILL_BYTES if kernel == LATENT_KERNEL else 0):
         fault = "spills"
-    elif kernel == "paged_attention":
-        if fitting < (expected := CTAS_PER_SM[SHAPES[shape].head_dim]):
+    elif kernel != "merge_pieces":
+        if fitting < (expected := 1 if kernel == LATENT_KERNEL else CTAS_PER_SM[SHAPES[shape].head_dim]):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
             fault = "no TMA or no wgmma"
@@ -146,40 +177,40 @@ def _compile(shape: Shape) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from paxserve.pallas_kernels import mosaic_gpu
+    from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla
 
     device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     tokens, seqs = shape.tokens or shape.seqs, shape.seqs
-
-    pages_dtype = jnp.dtype(shape.pages or shape.dtype)
-
-    def attend(arrays: Any, window: Any, sinks: Any, scale: Any) -> Any:
-        return mosaic_gpu.attend(
-            *arrays,
-            scale=shape.head_dim**-0.5,
-            window=window,
-            soft_cap=shape.soft_cap,
-            sinks=sinks,
-            k_scale=scale,
-            v_scale=scale,
-            page_stride=shape.page_stride,
-            max_query_len=None if shape.tokens else 1,
-            ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
-        )
-
-    arrays = (
-        like((tokens, shape.heads, shape.head_dim), jnp.dtype(shape.dtype)),
-        like((2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype),
-        like((seqs, 2**15 // shape.page_size), jnp.int32),
-        like((seqs,), jnp.int32),
-        like((seqs + 1,), jnp.int32),
+    num_pages, dtype, pages_dtype = (
+        2**20 // shape.page_size,
+        jnp.dtype(shape.dtype),
+        jnp.dtype(shape.pages or shape.dtype),
     )
-    window = like((), jnp.int32) if shape.window else None
-    sinks = like((shape.heads,), jnp.float32) if shape.sinks else None
+    q = like((tokens, shape.heads, shape.head_dim), dtype)
     scale = like((), jnp.float32) if shape.pages else None
+    options: dict[str, Any] = {"k_scale": scale}
+    options["page_offset"] = like((seqs,), jnp.int32) if shape.page_stride > 1 else None
+    if isinstance(shape, LatentShape):
+        q_rope = like((tokens, shape.heads, shape.rope_dim), dtype)
+        paged = q, q_rope, like((num_pages, shape.page_size, shape.head_dim + shape.rope_dim), pages_dtype)
+        attend = functools.partial(mosaic_gpu_mla.attend, ctas=MULTIPROCESSORS)
+    else:
+        paged = q, like((num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype)
+        attend = functools.partial(mosaic_gpu.attend, ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS)
+        options["v_scale"] = scale
+        options["window"] = like((), jnp.int32) if shape.window else None
+        options["sinks"] = like((shape.heads,), jnp.float32) if shape.sinks else None
+    attend = functools.partial(
+        attend,
+        scale=shape.head_dim**-0.5,
+        soft_cap=shape.soft_cap,
+        page_stride=shape.page_stride,
+        max_query_len=None if shape.tokens else 1,
+    )
+    batch = like((seqs, 2**15 // shape.page_size), jnp.int32), like((seqs,), jnp.int32), like((seqs + 1,), jnp.int32)
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        jax.jit(attend).lower(arrays, window, sinks, scale).compile()
+        jax.jit(attend).lower(*paged, *batch, **options).compile()
 
 
 def main() -> int:
@@ -192,10 +223,10 @@ def main() -> int:
         _compile(SHAPES[args.compile])
         return 0
     rows = check(args.shapes or (QUICK if args.quick else SHAPES))
-    print(f"{'shape':34} {'kernel':16} registers  spills  shared  blocks per SM")
+    print(f"{'shape':36} {'kernel':20} registers  spills  shared  blocks per SM")
     for row in rows:
         numbers = f"{row.registers:9} {row.spill_bytes:7} {row.shared_bytes:7} {row.fitting:14}"
-        print(f"{row.shape:34} {row.kernel:16} {numbers}  {row.fault or ''}")
+        print(f"{row.shape:36} {row.kernel:20} {numbers}  {row.fault or ''}")
     return any(row.fault for row in rows)
 
 
