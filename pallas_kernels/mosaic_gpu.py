@@ -138,6 +138,8 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
         return f"it computes head_dim {', '.join(map(str, CTAS_PER_SM))}, not {sizes.head_dim}"
     if sizes.head_dim == 256 and any(dtype.name in EIGHT_BIT for dtype in pages):
         return f"it has no registers left to convert {pages[0]} pages of head_dim 256"
+    if sizes.head_dim == 256 and sizes.page_size < 32:
+        return f"it has no registers left to read head_dim 256 from pages of fewer than 32 tokens, such as {sizes.page_size}"
     if sizes.heads // sizes.kv_heads > ROWS:
         return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
@@ -369,9 +371,9 @@ def _attend_kernel(
             def mask(s: Array) -> Array:
                 row, key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=wgmma_layout), keys_of_block(s.shape, 1)
                 token = lax.div(row, jnp.int32(group))
-                visible = key - token <= position - block_key
+                visible = key <= token + (position - block_key)
                 if has_window:
-                    visible &= key - token >= first_key - block_key
+                    visible &= key >= token + (first_key - block_key)
                 return jnp.where(visible, s, -jnp.inf)
 
             masked = block_key + span > position + 1

@@ -191,6 +191,7 @@ def test_window_does_not_read_pages_before_it() -> None:
     [
         ({"head_dim": 72}, "head_dim 64, 80, 96, 128, 192, 256, not 72"),
         ({"page_size": 24}, "not of 24"),
+        ({"head_dim": 256, "page_size": 16}, "pages of fewer than 32 tokens, such as 16"),
         ({"heads": 8 * 65}, "up to 64 query heads per KV head, not 65"),
     ],
 )
