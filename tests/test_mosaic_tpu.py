@@ -49,6 +49,19 @@ def test_matches_numpy(case: Case) -> None:
     assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case((1, 20, 1, 2, 1), (50, 33, 1, 90, 9), padding=9), id="mixed"),
+        pytest.param(Case((1, 40, 1, 1), (70, 61, 20, 33), padding=4, options={"window": jnp.int32(21)}), id="window"),
+    ],
+)
+def test_dealt_pages(case: Case) -> None:
+    """Of three devices, the second: some sequences and some rows have no keys there."""
+    dealt = case.deal(3, 1)
+    assert_close(dealt.run("mosaic_tpu"), dealt.numpy(), atol=1e-5)
+
+
 def test_bfloat16_with_every_free_slot_nan() -> None:
     case = Case((1, 1, 20), (50, 1, 33), heads=4, kv_heads=2, head_dim=64, dtype=jnp.bfloat16, seed=3)
     out, lse = case.run("mosaic_tpu")

@@ -110,6 +110,8 @@ def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
                 k_scale=0.1 if has_scales else None,
                 v_scale=0.1 if has_scales else None,
                 max_query_len=1 if case.queries == 1 else None,
+                page_stride=1,
+                page_offset=None,
             )
 
         shapes = (
@@ -138,8 +140,8 @@ def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
 def _figures(name: str, grid: Loop, case: Case, target: str) -> dict[str, float]:
     """Spills in the loops that do matrix work, and what a full block costs."""
     words = name.split("_")
-    units = ("rows", "tiles", "pages", "heads", "keys")
-    rows, tiles, pages, heads, keys = (int(words[words.index(unit) - 1]) for unit in units)
+    sizes = {unit: int(number) for number, unit in zip(words[2::2], words[3::2], strict=True)}
+    rows, tiles, pages, keys = sizes["rows"], sizes["tiles"], sizes["pages"], sizes["keys"]
     step = next(loop for loop in grid.within()[1:] if loop.matmuls)
     block = next(loop for loop in step.inner if loop.matmuls)
     computing = [loop for loop in block.within() if loop.matmuls]
@@ -150,15 +152,16 @@ def _figures(name: str, grid: Loop, case: Case, target: str) -> dict[str, float]
     if in_loops:
         turn = min(min(loop.walks.values()) for loop in block.inner if loop.copies > 1)
         cycles += tiles * (pages // ISSUE) * turn
-    trips = [case.kv_heads // heads, pages * case.page_size // keys]
-    trips = [trip for trip in trips if trip > 1]
-    times = 1
-    for loop, trip in zip(computing[1:], trips, strict=True):
-        times *= trip
-        cycles += times * min(loop.walks.values())
-    if rows > 2 * case.heads:
+    pieces = pages * case.page_size // keys
+    if "units" in sizes:  # the loop's turns are parts of a block, of which one asks for pages
+        turns = case.kv_heads * pieces // sizes["units"]
+        cycles += (turns - 1) * block.cost(0, 0)
         flops = 4 * rows * case.head_dim * case.kv_heads * pages * case.page_size
         return {"spills": spills, "peak": flops / cycles / FLOPS_PER_CYCLE[target]}
+    times = 1
+    for loop, trip in zip(computing[1:], (x for x in (case.kv_heads // sizes["heads"], pieces) if x > 1), strict=True):
+        times *= trip
+        cycles += times * min(loop.walks.values())
     blocks = CONTEXT / (pages * case.page_size)
     cycles = blocks * cycles + step.cost(0, 0)
     return {"spills": spills, "cycles": cycles / (tiles * CONTEXT)}
