@@ -20,7 +20,7 @@ from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_k
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend, entries
 from paxserve.pallas_kernels.xla import Window, finish
 
-DTYPES = ("bfloat16", "float32", "int8", "uint16")
+DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
 
 BLOCK_KEYS = 512  # of a tile, at most
