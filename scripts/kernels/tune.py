@@ -26,7 +26,7 @@ CANDIDATES = {
     "chains": (8, 12, 16, 24),
     "query_rows": (128, 256, 512),
     "query_keys": (256, 512, 1024),
-    "query_heads": (1, 2, 4),
+    "turn": (2, 4, 8),
     "slots": (2, 3, 4),
 }
 CASES = (
