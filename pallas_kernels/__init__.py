@@ -6,6 +6,7 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_pages,
 )
 from paxserve.pallas_kernels.layout import (
     GQASizes,
@@ -18,7 +19,6 @@ from paxserve.pallas_kernels.layout import (
     stacks_kv,
     storage_dtype,
     write_latent_pages,
-    write_pages,
 )
 
 __all__ = [
