@@ -103,7 +103,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages slots width"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -129,9 +129,9 @@ def mla_paged_attention(
     Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
     for one that does not run here or does not read the dtypes.
     """
-    if q_latent.ndim != 3 or latent_pages.ndim != 3 or block_tables.ndim != 2:
+    if q_latent.ndim != 3 or latent_pages.ndim not in (3, 4) or block_tables.ndim != 2:
         raise ValueError(
-            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages of 3 axes (see layout.py) and "
+            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages of 3 or 4 axes (see layout.py) and "
             f"block_tables [seqs, max_pages], got {q_latent.shape}, {latent_pages.shape} and {block_tables.shape}"
         )
     if q_rope.shape[:-1] != q_latent.shape[:-1] or q_rope.dtype != q_latent.dtype:

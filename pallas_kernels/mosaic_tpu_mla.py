@@ -51,7 +51,7 @@ class Batch:
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages slots width"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -67,7 +67,7 @@ def mla_paged_attention(
     tokens, heads, rank = q_latent.shape
     page_size = latent_page_size(latent_pages, rank + q_rope.shape[2])
     latent_pages = load(latent_pages)
-    if latent_pages.shape[1] == page_size:
+    if latent_pages.ndim == 3:
         latent_pages = pair(latent_pages, rank)
     q = jnp.concatenate([q_latent, q_rope, q_rope], axis=-1)
     offset = jnp.zeros(len(block_tables), jnp.int32) if page_offset is None else page_offset

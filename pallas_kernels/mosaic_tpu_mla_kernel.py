@@ -5,8 +5,8 @@ tokens. A grid step computes `Shape.tiles` of them side by side, each over its o
 matmul - maximum - exp - matmul overlap; a prompt's rows are cut into `Shape.parts` for the same end. Steps are as many as
 have work: the grid's size is a value of the batch.
 
-Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `r` and `r + page_size / 2`, then their RoPE
-parts, in whole lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their
+Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `t` and `t + 8`, then their RoPE parts, in whole
+lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their
 use. The same rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's
 latents. One matmul gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
 
@@ -73,7 +73,7 @@ class Shape:
 
 def attend(
     q: Float[Array, "tiles rows query_dim"],
-    latent_pages: Num[Array, "pages half_page two_cached_dim"],
+    latent_pages: Num[Array, "pages groups 8 two_cached_dim"],
     block_tables: Int[Array, "seqs max_pages"],
     work: Work,
     *,
@@ -88,12 +88,12 @@ def attend(
     page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
     Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
     """
-    _, half_page, width = latent_pages.shape
-    page_size = 2 * half_page
+    _, groups, group_rows, width = latent_pages.shape
+    page_size = 2 * groups * group_rows
     rank, rows, tiles, pages = shape.rank, shape.rows, shape.tiles, shape.pages
     rope = width // 2 - rank
     part_rows = rows // shape.parts
-    half = pages * half_page  # keys of a turn in the first halves of pages, and as many in the second halves
+    half = pages * page_size // 2  # keys of a turn in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
     value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
     dtype = q.dtype
@@ -110,11 +110,10 @@ def attend(
 
         def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
             """Zero a page but for its first `keys` keys."""
-            row = lax.broadcasted_iota(jnp.int32, (half_page, width), 0)
-            column = lax.broadcasted_iota(jnp.int32, (half_page, width), 1)
+            group, row, column = (lax.broadcasted_iota(jnp.int32, (groups, group_rows, width), i) for i in range(3))
             is_second = ((column >= rank) & (column < 2 * rank)) | (column >= width - rope)
             stored = buffer[slot, tile, page]
-            is_used = row + jnp.where(is_second, half_page, 0) < keys
+            is_used = 2 * group_rows * group + row + jnp.where(is_second, group_rows, 0) < keys
             buffer[slot, tile, page] = jnp.where(is_used, stored, jnp.zeros_like(stored))
 
         def compute(number: Array, slot: Array, turn: Array | int) -> None:
@@ -122,7 +121,7 @@ def attend(
             chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
 
             def load(tile: int, first: int, columns: int) -> Array:
-                stored = buffer[slot, tile, pl.ds(turn * pages, pages), :, first : first + columns]
+                stored = buffer[slot, tile, pl.ds(turn * pages, pages), :, :, first : first + columns]
                 return stored.reshape(half, columns).astype(dtype)
 
             def dot(a: Array, b: Array, contracted: int) -> Array:
@@ -130,7 +129,7 @@ def attend(
                 return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
 
             def find_logits(tile: int, part: Any) -> list[Array]:
-                """Those of the keys in the first and in the second halves of pages."""
+                """Those of the keys in the first and in the second halves of rows."""
                 query, twice = q_ref[tile, part, :rank], q_ref[tile, part, rank:]
                 is_first = lax.broadcasted_iota(jnp.int32, (part_rows, 2 * rope), 1) < rope
                 none = jnp.zeros_like(twice)
@@ -192,8 +191,8 @@ def attend(
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
     scalars = items, counts, work.query_block, jnp.reshape(factor, 1)
     # Positions of a turn's keys, from that of the first; those in second halves in the second row.
-    keys = jnp.arange(pages)[:, None] * key_step + jnp.arange(half_page)
-    keys = jnp.stack([keys.reshape(-1), keys.reshape(-1) + half_page])
+    keys = jnp.arange(pages)[:, None] * key_step + jnp.arange(page_size)
+    keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
 
     def per_step(last: int) -> pl.BlockSpec:
         return pl.BlockSpec((tiles, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0))
@@ -211,7 +210,7 @@ def attend(
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
-                *scratch(tiles, shape.block_pages, shape.slots, (half_page, width), latent_pages.dtype),
+                *scratch(tiles, shape.block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
         out_shape=[

@@ -405,7 +405,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages slots width"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, keys_before, latent_page_size, latent_rows, load, page_size_of
+from paxserve.pallas_kernels.layout import (
+    PAIR_ROWS,
+    Scale,
+    keys_before,
+    latent_page_size,
+    latent_rows,
+    load,
+    page_size_of,
+)
 
 LANE = 8  # sequences with one query token that are computed together: each waits for the longest of its lane
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
@@ -86,7 +94,7 @@ def finish(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages slots width"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -105,14 +113,14 @@ def mla_paged_attention(
     def attend(q: Array, tables: Array, offset: Array, position: Array) -> Partial:
         return _attend(
             q,
-            latent_pages[:, None],
+            latent_pages.reshape(len(latent_pages), 1, -1, latent_pages.shape[-1]),
             tables,
             offset,
             position,
             page_size=page_size,
             page_stride=page_stride,
             values=slice(0, rank),
-            latent_rank=rank,
+            pair_rank=None if latent_pages.ndim == 3 else rank,
             scale=scale if k_scale is None else scale * k_scale,
             window=None,
             soft_cap=soft_cap,
@@ -227,16 +235,16 @@ def _attend(
     scale: Scale,
     window: Window,
     soft_cap: float | None,
-    latent_rank: int | None = None,
+    pair_rank: int | None = None,
 ) -> Partial:
     """Attention of queries at `position`, ascending in each sequence, -1 for padding, which gets 0 and -inf.
 
     values: where V lies in a token's stored row, which begins with its K; None if the pages are stacked.
-    latent_rank: of latent pages, kv_lora_rank.
+    pair_rank: kv_lora_rank if the pages are paired latents.
     """
     seqs, queries, heads, key_dim = q.shape
-    kv_heads, slots, width = kv_pages.shape[1:]
-    width = width if latent_rank is None else key_dim  # of paired pages, too
+    kv_heads, _, width = kv_pages.shape[1:]
+    width = width if pair_rank is None else key_dim
     group = heads // kv_heads
     rows = queries * group
     few_rows = rows <= FEW_ROWS
@@ -282,9 +290,9 @@ def _attend(
         keep = jnp.repeat(exists, kv_heads, axis=0)
         if values is not None:
             stored = _gather(kv_pages, ids)
-            if latent_rank is not None:
-                pages = stored.reshape(seqs, -1, slots, stored.shape[-1])
-                stored = latent_rows(pages, latent_rank, key_dim - latent_rank).reshape(seqs, -1, key_dim)
+            if pair_rank is not None:
+                groups = stored.reshape(seqs, -1, PAIR_ROWS, stored.shape[-1])
+                stored = latent_rows(groups, pair_rank, key_dim - pair_rank)
             kv = _clear(stored, keep).astype(q.dtype)
             k, v = (kv, kv) if whole_rows else (kv[..., :key_dim], kv[..., values])
         else:

@@ -36,8 +36,8 @@ def test_layout() -> None:
 def test_latent_layout() -> None:
     """DeepSeek-V3's 512 + 64 values per token and layer, with nothing between them."""
     assert mla_pages_shape(61, 3, 16, 576) == (183, 16, 576)
-    assert mla_pages_shape(61, 3, 16, 576, paired=True) == (183, 8, 1152)
-    with pytest.raises(ValueError, match="page_size must be even"):
+    assert mla_pages_shape(61, 3, 16, 576, paired=True) == (183, 1, 8, 1152)
+    with pytest.raises(ValueError, match="page_size must be a multiple of 16"):
         mla_pages_shape(61, 3, 17, 576, paired=True)
     with pytest.raises(ValueError, match="cached_dim must be at least 1, got 0"):
         mla_pages_shape(1, 1, 1, 0)
@@ -98,10 +98,10 @@ def test_write_latent_pages(dtype: jnp.dtype) -> None:
 def test_write_paired_latent_pages(dtype: jnp.dtype) -> None:
     """Tokens of either half of a page, two of them in one row, leave the rest as it was."""
     rng = np.random.default_rng(0)
-    rank, rope, page_size = 6, 2, 8
+    rank, rope, page_size = 6, 2, 32
     before = rng.integers(-9, 10, (LAYERS * PAGES, page_size, rank + rope))
     new = rng.integers(-9, 10, (5, rank + rope))
-    token_pages, token_offsets = np.array([7, 7, 9, 9, 5]), np.array([2, 6, 4, 7, 0])  # the last is padding
+    token_pages, token_offsets = np.array([7, 7, 9, 9, 5]), np.array([18, 26, 4, 15, 0])  # the last is padding
     stored = pair(jnp.asarray(before, dtype), rank)
     if storage_dtype(dtype) != dtype:
         stored = jax.lax.bitcast_convert_type(stored, storage_dtype(dtype))
@@ -110,9 +110,9 @@ def test_write_paired_latent_pages(dtype: jnp.dtype) -> None:
     written = jax.jit(write_latent_pages)(stored, latent, k_rope, token_pages, token_offsets, k_scale=scale)
     before[token_pages, token_offsets] = new / (scale or 1)
     np.testing.assert_array_equal(latent_rows(load(written), rank, rope).astype(jnp.float32), before)
-    # Where the halves lie: latents of tokens 2 and 6, then their RoPE parts.
-    row = [*before[7, 2, :rank], *before[7, 6, :rank], *before[7, 2, rank:], *before[7, 6, rank:]]
-    np.testing.assert_array_equal(load(written)[7, 2].astype(jnp.float32), row)
+    # Where the halves lie: latents of tokens 18 and 26, then their RoPE parts.
+    row = [*before[7, 18, :rank], *before[7, 26, :rank], *before[7, 18, rank:], *before[7, 26, rank:]]
+    np.testing.assert_array_equal(load(written)[7, 1, 2].astype(jnp.float32), row)
 
 
 def test_pages_of_another_head_dim_are_refused() -> None:
