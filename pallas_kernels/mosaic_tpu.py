@@ -1,13 +1,18 @@
 """Paged attention on TPU, in Pallas: arranges a ragged batch into the tiles that `mosaic_tpu_kernel` computes.
 
 Sequences with one query token are tiles of their own, in descending order of context, so that those computed side by side
-are of like length. The tokens of longer queries stay where they are: they are cut into blocks of about `QUERY_ROWS` rows,
+are of like length. The tokens of longer queries stay where they are: they are cut into blocks of about `query_rows` rows,
 and a tile is what one sequence has of one block. A block that several sequences share is several tiles, each of which
 writes its own rows. A batch that mixes both kinds is two calls of the kernel; `max_query_len=1` leaves out the second.
+
+Block sizes are tuned (`tuning.py`). block_keys: of a tile's block of keys, at most. slots: blocks in VMEM. chains: of 8 rows,
+tiles times heads that a decode computes side by side. query_rows: per KV head, of a tile of longer queries; query_keys: that
+these are computed with at a time; query_heads: that are computed side by side.
 
 On CPU the kernel is simulated, slowly: its copies, semaphores and memories as on the chip.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend
 from paxserve.pallas_kernels.mosaic_tpu_mla import mla_paged_attention
+from paxserve.pallas_kernels.tuning import block_sizes
 from paxserve.pallas_kernels.xla import Window, finish
 
 __all__ = ["mla_paged_attention", "paged_attention", "why_not"]
@@ -25,13 +31,7 @@ __all__ = ["mla_paged_attention", "paged_attention", "why_not"]
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
 
-BLOCK_KEYS = 512  # of a tile, at most
-CHAINS = 12  # of 8 rows: tiles times heads that a decode computes side by side
-QUERY_ROWS = 256  # per KV head, of a tile of longer queries
-QUERY_KEYS = 512  # that these rows are computed with at a time
-QUERY_HEADS = 2  # that are computed side by side
-SLOTS = 3  # blocks in VMEM
-SLOTS_BYTES = 24 * 2**20  # at most
+SLOTS_BYTES = 24 * 2**20  # of VMEM for blocks, at most
 STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
 
 
@@ -98,9 +98,21 @@ def paged_attention(
     row_bytes = -(-width // LANES) * LANES * kv_pages.dtype.itemsize
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out, lse = jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf)
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    tuned = functools.partial(
+        block_sizes,
+        device_kind=device.device_kind,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        itemsize=kv_pages.dtype.itemsize,
+    )
     if max_query_len != 1:
-        out, lse = _prefill(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes)
-    row, row_out, row_lse = _decode(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes)
+        sizes = tuned("mosaic_tpu prefill")
+        out, lse = _prefill(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes, sizes)
+    sizes = tuned("mosaic_tpu decode")
+    row, row_out, row_lse = _decode(compute, grouped, *batch, page_size, block_tables.shape[1], row_bytes, sizes)
     out, lse = out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
     out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
     return out.astype(q.dtype), lse
@@ -115,15 +127,16 @@ def _decode(
     page_size: int,
     max_pages: int,
     row_bytes: int,
+    sizes: dict[str, int],
 ) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads head_dim"], Float32[Array, "tiles heads"]]:
     """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
     tokens, kv_heads, group, head_dim = q.shape
     rows = -(-group // 8) * 8
-    chains = max(CHAINS * 8 // rows, 1)
+    chains = max(sizes["chains"] * 8 // rows, 1)
     heads = _largest_divisor(kv_heads, chains)
     tiles = min(chains // heads, len(context_lens))
-    block_pages = _block_pages(page_size, max_pages, tiles * kv_heads * row_bytes)
-    shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * page_size, SLOTS)
+    block_pages = _block_pages(page_size, max_pages, tiles * kv_heads * row_bytes, sizes)
+    shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * page_size, sizes["slots"])
 
     context = jnp.where(jnp.diff(query_starts) == 1, context_lens, 0)
     context = jnp.pad(context, (0, -len(context) % tiles))
@@ -154,15 +167,16 @@ def _prefill(
     page_size: int,
     max_pages: int,
     row_bytes: int,
+    sizes: dict[str, int],
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
     tokens, kv_heads, group, head_dim = q.shape
-    most_rows = min(QUERY_ROWS, STATE_BYTES // (kv_heads * (2 * row_bytes + 4 * head_dim + 16 * LANES)))
+    most_rows = min(sizes["query_rows"], STATE_BYTES // (kv_heads * (2 * row_bytes + 4 * head_dim + 16 * LANES)))
     block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
     blocks, rows = -(-tokens // block), block * group
-    block_pages = _block_pages(page_size, max_pages, kv_heads * row_bytes)
-    keys = page_size * min(_power_of_two(max(QUERY_KEYS // page_size, 1)), block_pages)
-    shape = Shape(rows, group, 1, _largest_divisor(kv_heads, QUERY_HEADS), block_pages, keys, SLOTS)
+    block_pages = _block_pages(page_size, max_pages, kv_heads * row_bytes, sizes)
+    keys = page_size * min(_power_of_two(max(sizes["query_keys"] // page_size, 1)), block_pages)
+    shape = Shape(rows, group, 1, _largest_divisor(kv_heads, sizes["query_heads"]), block_pages, keys, sizes["slots"])
 
     starts, ends = query_starts[:-1], query_starts[1:]
     is_long = (ends - starts > 1) & (context_lens > 0)
@@ -206,9 +220,9 @@ def _prefill(
     )
 
 
-def _block_pages(page_size: int, max_pages: int, key_bytes: int) -> int:
+def _block_pages(page_size: int, max_pages: int, key_bytes: int, sizes: dict[str, int]) -> int:
     """Pages of a block of the tiles of a step, whose keys and values take `key_bytes` of VMEM per position."""
-    keys = min(BLOCK_KEYS, SLOTS_BYTES // (SLOTS * key_bytes))
+    keys = min(sizes["block_keys"], SLOTS_BYTES // (sizes["slots"] * key_bytes))
     return _power_of_two(max(min(keys // page_size, TABLE_ROW, 2 * max_pages - 1), 1))
 
 

@@ -109,8 +109,7 @@ def _decode(
     seqs = len(batch.context_lens)
     rows = -(-heads // 8) * 8
     tiles = min(DECODES, seqs)
-    block_pages = batch.block_pages(DECODE_KEYS // tiles)
-    shape = Shape(rank, rows, rows, tiles, 1, block_pages, block_pages, SLOTS, batch.page_stride)
+    shape = Shape(rank, rows, rows, tiles, 1, batch.block_pages(DECODE_KEYS // tiles), SLOTS, batch.page_stride)
 
     context = jnp.where(jnp.diff(batch.query_starts) == 1, batch.context_lens, 0)
     keys = jnp.pad(batch.keys_before(context, jnp.arange(seqs)), (0, -seqs % tiles))
@@ -140,8 +139,7 @@ def _prefill(
     unit = 16 * QUERY_PARTS // math.gcd(16 * QUERY_PARTS, heads)  # of tokens, so that parts begin at memory tiles
     block = min(max(QUERY_ROWS // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
     blocks, rows = -(-tokens // block), block * heads
-    block_pages = batch.block_pages(QUERY_KEYS)
-    shape = Shape(rank, rows, heads, 1, QUERY_PARTS, block_pages, block_pages, SLOTS, batch.page_stride)
+    shape = Shape(rank, rows, heads, 1, QUERY_PARTS, batch.block_pages(QUERY_KEYS), SLOTS, batch.page_stride)
 
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     is_long = ends - starts > 1

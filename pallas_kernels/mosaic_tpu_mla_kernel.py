@@ -10,9 +10,9 @@ lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, ti
 use. The same rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's
 latents. One matmul gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
 
-Loop. A step walks over the blocks of its longest tile, and over a block `Shape.pages` pages at a time. Running maximum
-and sum of the online softmax (arXiv:1805.02867) and the output lie in VMEM scratch. Logits are in units of log 2 there,
-which saves a multiplication per exponential.
+Loop. A step walks over the blocks of its longest tile: a turn of the online softmax (arXiv:1805.02867) each, whose
+running maximum and sum lie in VMEM scratch, as does the output. Logits are in units of log 2 there, which saves a
+multiplication per exponential.
 
 What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
 a NaN, and neither does a 0 in the RoPE parts of queries.
@@ -36,7 +36,6 @@ from paxserve.pallas_kernels.mosaic_tpu_stream import (
     FIRST_ROW,
     POSITION,
     Stream,
-    loop,
     pad_tables,
     plan,
     scratch,
@@ -54,8 +53,7 @@ class Shape:
     heads: consecutive rows at one position; row `r` stands at the tile's position plus `r // heads`.
     tiles: tiles per grid step.
     parts: equal parts of a tile's rows, computed side by side.
-    block_pages: pages per block, a power of two.
-    pages: pages that are computed at a time, a divisor of a block's.
+    block_pages: pages per block, which is computed at a time; a power of two.
     slots: blocks in VMEM.
     page_stride: of the pages in a block table, as in `paged_attention`.
     """
@@ -66,7 +64,6 @@ class Shape:
     tiles: int
     parts: int
     block_pages: int
-    pages: int
     slots: int
     page_stride: int
 
@@ -90,10 +87,10 @@ def attend(
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
-    rank, rows, tiles, pages = shape.rank, shape.rows, shape.tiles, shape.pages
+    rank, rows, tiles, block_pages = shape.rank, shape.rows, shape.tiles, shape.block_pages
     rope = width // 2 - rank
     part_rows = rows // shape.parts
-    half = pages * page_size // 2  # keys of a turn in the first halves of rows, and as many in the second
+    half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
     value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
     dtype = q.dtype
@@ -105,7 +102,7 @@ def attend(
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step = pl.program_id(0)
-        sizes = tiles, page_size, shape.block_pages, shape.slots
+        sizes = tiles, page_size, block_pages, shape.slots
         stream = Stream(*sizes, items, counts, tables, pages_ref, buffer, *scratch)
 
         def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
@@ -116,12 +113,12 @@ def attend(
             is_used = 2 * group_rows * group + row + jnp.where(is_second, group_rows, 0) < keys
             buffer[slot, tile, page] = jnp.where(is_used, stored, jnp.zeros_like(stored))
 
-        def compute(number: Array, slot: Array, turn: Array | int) -> None:
+        def compute(number: Array, slot: Array) -> None:
             """A turn of the online softmax, stage by stage, so that the chains of all tiles and parts overlap."""
             chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
 
             def load(tile: int, first: int, columns: int) -> Array:
-                stored = buffer[slot, tile, pl.ds(turn * pages, pages), :, :, first : first + columns]
+                stored = buffer[slot, tile, :, :, :, first : first + columns]
                 return stored.reshape(half, columns).astype(dtype)
 
             def dot(a: Array, b: Array, contracted: int) -> Array:
@@ -135,7 +132,7 @@ def attend(
                 none = jnp.zeros_like(twice)
                 ropes = jnp.concatenate([jnp.where(is_first, twice, none), jnp.where(is_first, none, twice)])
                 rotated = jnp.split(dot(ropes, load(tile, 2 * rank, 2 * rope), 1), 2)
-                first_page = (stream.first_block(step * tiles + tile) + number) * shape.block_pages + turn * pages
+                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
                 last = _repeat(position[tile, part] - first_page * key_step, half)
                 logits = []
                 for h in range(2):
@@ -172,8 +169,7 @@ def attend(
 
         @pl.loop(0, counts[step])
         def _(number: Array) -> None:
-            slot = stream.take(step, number, clear)
-            loop(shape.block_pages // pages, lambda turn: compute(number, slot, turn))
+            compute(number, stream.take(step, number, clear))
 
         for tile in range(tiles):
             item = step * tiles + tile
@@ -187,11 +183,11 @@ def attend(
                 log = jnp.where(is_own, log, lse[tile])
             out[tile], lse[tile] = y.astype(dtype), log
 
-    items, counts = plan(work, tiles, page_size, shape.block_pages)
+    items, counts = plan(work, tiles, page_size, block_pages)
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
     scalars = items, counts, work.query_block, jnp.reshape(factor, 1)
-    # Positions of a turn's keys, from that of the first; those in second halves in the second row.
-    keys = jnp.arange(pages)[:, None] * key_step + jnp.arange(page_size)
+    # Positions of a block's keys, from that of the first; those in second halves in the second row.
+    keys = jnp.arange(block_pages)[:, None] * key_step + jnp.arange(page_size)
     keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
 
     def per_step(last: int) -> pl.BlockSpec:
@@ -210,7 +206,7 @@ def attend(
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
-                *scratch(tiles, shape.block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
+                *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
         out_shape=[
@@ -224,7 +220,7 @@ def attend(
             disable_semaphore_checks=True,
         ),
         interpret=interpret,
-        name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{shape.block_pages}_block_{pages}_pages",
+        name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
     )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
 
 

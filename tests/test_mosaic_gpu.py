@@ -1,6 +1,6 @@
 """Attention for Hopper GPUs: the division of its work, its kernels in JAX's interpreter, and what it refuses.
 
-That the kernels compile for the hardware is checked by scripts/compile_mosaic_gpu.py, and on a GPU by scripts/gpu_check.
+That the kernels compile for the hardware is checked by scripts/check_kernels, and on a GPU by scripts/gpu_check.
 """
 
 from typing import Any

@@ -33,8 +33,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
-    for name, size in {"BLOCK_KEYS": 32, "QUERY_ROWS": 48, "QUERY_KEYS": 16}.items():
-        monkeypatch.setattr(mosaic_tpu, name, size)
+    sizes = {"block_keys": 32, "chains": 12, "query_rows": 48, "query_keys": 16, "query_heads": 2, "slots": 3}
+    monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda *_, **__: sizes)
     quick = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(
         test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)

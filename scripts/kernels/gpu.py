@@ -1,14 +1,10 @@
-"""Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and says what they use of a multiprocessor.
+"""Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and reads what they use of a multiprocessor.
 
-    PYTHONPATH=. python scripts/compile_mosaic_gpu.py [--quick] [SHAPE ...]
-
-needs JAX's CUDA plugin and NVIDIA's compilers in the same environment, but no driver:
-`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Fails
-if a shape does not compile, if a kernel spills registers, if fewer thread blocks fit a multiprocessor than the grid counts
-on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows of a table.
+It takes JAX's CUDA plugin and NVIDIA's compilers, but no driver. Faulty is a kernel that does not compile, that spills
+registers, of which fewer thread blocks fit a multiprocessor than the grid counts on, or, if it is attention, that has no TMA
+loads and no wgmma. A process per shape: Mosaic may abort it.
 """
 
-import argparse
 import functools
 import os
 import re
@@ -18,22 +14,21 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-MULTIPROCESSORS, REGISTERS, SHARED_BYTES, THREADS = 132, 65536, 233472, 128
-BLOCK_SHARED_BYTES = 1024  # that the system takes of each thread block's
+import jax
+import jax.numpy as jnp
+from chips import GPUS
+from figures import Figures
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from paxserve.pallas_kernels import mosaic_gpu
+from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
+
+H100 = GPUS["sm_90a"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +83,21 @@ class Row:
     fitting: int
     fault: str | None
 
+    @property
+    def name(self) -> str:
+        return f"{self.shape}: {self.kernel or 'none'}"
+
+    def figures(self) -> Figures:
+        names = {"registers": "registers", "spill_bytes": "spill_bytes", "shared_bytes": "shared", "fitting": "fitting"}
+        return {name: getattr(self, own) for own, name in names.items()}
+
+
+def compilers() -> dict[str, str]:
+    return {package: version(package) for package in ("jax", "nvidia-cuda-nvcc")}
+
 
 def check(names: Iterable[str] = SHAPES) -> list[Row]:
-    """Compiles each shape in a process of its own, two at a time: one row per kernel.
-
-    Raises RuntimeError with the compiler's words if a shape does not compile.
-    """
+    """Compiles each shape in a process of its own, two at a time: one row per kernel, or one that says why there is none."""
     with ThreadPoolExecutor(2) as pool:
         return [row for rows in pool.map(_check_shape, names) for row in rows]
 
@@ -101,46 +105,40 @@ def check(names: Iterable[str] = SHAPES) -> list[Row]:
 def _check_shape(name: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as dump:
         run = subprocess.run(
-            [sys.executable, __file__, "--compile", name],
+            [sys.executable, __file__, name],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump},
             capture_output=True,
             text=True,
         )
         if run.returncode:
-            raise RuntimeError(f"{name} does not compile for sm_90a:\n{run.stderr[-3000:]}")
+            return [Row(name, "", 0, 0, 0, 0, f"does not compile: {run.stderr.strip()[-2000:]}")]
         return [_read_row(name, report) for report in sorted(Path(dump).glob("*.ptxas"))]
 
 
 def _read_row(shape: str, report: Path) -> Row:
-    from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
-
     kernel = re.sub(r"_\d+$", "", report.stem)
     said, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
     registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
-    shared = int(re.search(r"smem_scratch_bytes=(\d+)", report.with_suffix(".resources.txt").read_text())[1])  # type: ignore[index]
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * THREADS)
-    fitting = min(by_registers, SHARED_BYTES // (shared + BLOCK_SHARED_BYTES))
+    threads, shared = _LAUNCH.search(report.with_suffix(".mlir-passes.log").read_text()).groups()  # type: ignore[union-attr]
+    by_registers = H100.registers // (-(-registers // 8) * 8 * int(threads))
+    fitting = min(by_registers, H100.shared_bytes // (int(shared) + H100.block_shared_bytes))
     fault = None
     if spilled:
         fault = "spills"
     elif kernel == "paged_attention":
-        if fitting < (expected := CTAS_PER_SM[SHAPES[shape].head_dim]):
+        if fitting < (expected := CTAS_PER_SM[SHAPES[shape].head_dim]) and jax.__version_info__ >= (0, 11):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
             fault = "no TMA or no wgmma"
-    return Row(shape, kernel, registers, spilled, shared, fitting, fault)
+    return Row(shape, kernel, registers, spilled, int(shared), fitting, fault)
+
+
+_LAUNCH = re.compile(r"gpu\.launch .*threads\([^)]*\) in \(%\w+ = %c(\d+),.*dynamic_shared_memory_size %c(\d+)_i32")
 
 
 def _compile(shape: Shape) -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
-
-    from paxserve.pallas_kernels import mosaic_gpu
-
-    device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    device = topologies.get_topology_desc(platform="cuda", target_config=H100.config, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     tokens, seqs = shape.tokens or shape.seqs, shape.seqs
 
@@ -152,7 +150,7 @@ def _compile(shape: Shape) -> None:
             soft_cap=shape.soft_cap,
             sinks=sinks,
             max_query_len=None if shape.tokens else 1,
-            ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
+            ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * H100.multiprocessors,
         )
 
     arrays = (
@@ -168,22 +166,5 @@ def _compile(shape: Shape) -> None:
         jax.jit(attend).lower(arrays, window, sinks).compile()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("shapes", nargs="*", help="names of shapes; all by default")
-    parser.add_argument("--quick", action="store_true", help="only a few shapes")
-    parser.add_argument("--compile", metavar="SHAPE", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.compile:
-        _compile(SHAPES[args.compile])
-        return 0
-    rows = check(args.shapes or (QUICK if args.quick else SHAPES))
-    print(f"{'shape':34} {'kernel':16} registers  spills  shared  blocks per SM")
-    for row in rows:
-        numbers = f"{row.registers:9} {row.spill_bytes:7} {row.shared_bytes:7} {row.fitting:14}"
-        print(f"{row.shape:34} {row.kernel:16} {numbers}  {row.fault or ''}")
-    return any(row.fault for row in rows)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _compile(SHAPES[sys.argv[1]])
