@@ -17,7 +17,7 @@ from paxserve.models.layers import Linear, RMSNorm
 from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
-from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, write_latent_pages
+from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, pairs_latents, write_latent_pages
 from paxserve.sharding import axes_size, gather
 
 LATENT_NORM_EPSILON = 1e-6  # whatever a model's rms_norm_eps is, in the released code and in transformers
@@ -121,7 +121,8 @@ class DeepSeek(Decoder):
     @staticmethod
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
         assert config.mla is not None
-        return mla_pages_shape(config.num_layers, num_pages, page_size, config.mla.cached_dim)
+        sizes = config.num_layers, num_pages, page_size, config.mla.cached_dim
+        return mla_pages_shape(*sizes, paired=pairs_latents(platform))
 
 
 def _per_head(
