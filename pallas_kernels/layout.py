@@ -164,7 +164,7 @@ def keys_before(
 def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> jnp.dtype:
     """The dtype of the array that holds pages of `dtype` on `platform` (None: the default backend's)."""
     on_cpu = (platform or jax.default_backend()) == "cpu"
-    return jnp.dtype(jnp.uint16 if on_cpu and dtype == jnp.bfloat16 else dtype)
+    return jnp.dtype(jnp.uint16 if on_cpu and jnp.dtype(dtype) == jnp.bfloat16 else dtype)
 
 
 def load(stored: Num[Array, "..."]) -> Num[Array, "..."]:

@@ -95,8 +95,12 @@ class Plan:
     prefill: Bound | None = None
 
 
-def make_plan(model: ModelConfig, config: EngineConfig, topology: Topology, context: int) -> Plan:
+def make_plan(
+    model: ModelConfig, config: EngineConfig, topology: Topology, context: int, *, largest_only: bool = False
+) -> Plan:
     """Compiles the engine's steps for a topology. `config.mesh` is the mesh, by default all devices as one data group.
+
+    largest_only: of decodes and of mixed steps only the largest, which decide on memory and on the bounds.
 
     Raises what `make_builder` raises for a mesh or an option that cannot be; a model that does not fit is a plan with a
     problem.
@@ -115,9 +119,9 @@ def make_plan(model: ModelConfig, config: EngineConfig, topology: Topology, cont
             "attention": builder.attention,
         }
         try:
-            memory = topology.chip.memory_bytes
+            memory = None if topology.chip.platform == "cpu" else topology.chip.memory_bytes
             limits = size_limits(config, model, builder.kv_dtype.name, mesh, memory, builder.step_bytes)
-            compiled, seconds = _compile(builder, limits)
+            compiled, seconds = _compile(builder, limits, largest_only)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             return Plan(**known, problem=_first_sentence(error))
     buckets = list(compiled)
@@ -148,7 +152,9 @@ def search(model: ModelConfig, config: EngineConfig, topology: Topology, context
         kv_head, kv_page = factor_tensor_parallel(devices // data, kv_heads)
         mesh = MeshShape(data, kv_head, kv_page)
         with contextlib.suppress(ValueError):  # it cannot be split that way
-            plans.append(make_plan(model, dataclasses.replace(config, mesh=str(mesh)), topology, context))
+            plans.append(
+                make_plan(model, dataclasses.replace(config, mesh=str(mesh)), topology, context, largest_only=True)
+            )
     return sorted(plans, key=lambda plan: -plan.decode.tokens_per_second if plan.decode else 1)
 
 
@@ -173,6 +179,8 @@ def _compile(builder: ProgramBuilder, limits: Limits) -> tuple[dict[Bucket, jax.
         return compiled
 
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if largest_only:
+        buckets = tuple(max(b for b in buckets if b.decode == decode) for decode in (True, False))
     with ThreadPoolExecutor(COMPILERS) as pool:
         return dict(zip(buckets, pool.map(run, buckets), strict=True)), seconds
 
@@ -215,9 +223,14 @@ class _Cost:
                 self.dense += param.size
                 self.dense_bytes += size
 
-    def bound(self, tokens: int, context: int, sent: float) -> Bound:
-        """Of a step in which a data group has `tokens` tokens, each with a context; experts are chosen evenly."""
+    def bound(self, tokens: int, context: int, sent: float) -> Bound | None:
+        """Of a step in which a data group has `tokens` tokens, each with a context; experts are chosen evenly.
+
+        None for a chip whose rates are not known.
+        """
         model, mesh, chip = self.model, self.mesh, self.chip
+        if not chip.memory_gb_s:
+            return None
         share = model.moe.experts_per_token / model.moe.num_experts if model.moe else 0.0
         touched = 1 - (1 - share) ** (tokens * mesh.data)
         read = self.dense_bytes / mesh.tensor + self.expert_bytes * touched / mesh.chips
