@@ -25,16 +25,19 @@ from paxserve.models.kv_shape import kv_shape
 from paxserve.programs import ProgramBuilder
 from paxserve.runner import make_builder
 from paxserve.sharding import MeshShape, factor_tensor_parallel, shape_of
-from paxserve.sizing import MEMORY_FRACTION, size_limits
+from paxserve.sizing import size_limits
 
 COMPILERS = 2  # programs that are compiled at a time
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device, by the compiler's account of the step that needs most."""
+    """Bytes of one device, by the compiler's account of the step that needs most, and the code of all that were compiled.
 
-    usable: int
+    device: all there are. The engine sizes its pool within `memory_fraction` of them.
+    """
+
+    device: int
     weights: int
     kv_pages: int
     other_inputs: int
@@ -43,7 +46,7 @@ class Memory:
 
     @property
     def left(self) -> int:
-        return self.usable - self.weights - self.kv_pages - self.other_inputs - self.temporaries - self.code
+        return self.device - self.weights - self.kv_pages - self.other_inputs - self.temporaries - self.code
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def make_plan(
     return Plan(
         **known,
         limits=limits,
-        memory=_memory(builder, limits, config, topology.chip, list(compiled.values())),
+        memory=_memory(builder, limits, topology.chip, list(compiled.values())),
         kv_tokens=kv_tokens,
         requests=requests,
         compile_seconds={str(bucket): round(seconds[bucket], 1) for bucket in buckets},
@@ -168,7 +171,9 @@ def _target(topology: Topology) -> Iterator[None]:
         yield
 
 
-def _compile(builder: ProgramBuilder, limits: Limits) -> tuple[dict[Bucket, jax.stages.Compiled], dict[Bucket, float]]:
+def _compile(
+    builder: ProgramBuilder, limits: Limits, largest_only: bool
+) -> tuple[dict[Bucket, jax.stages.Compiled], dict[Bucket, float]]:
     seconds: dict[Bucket, float] = {}
 
     def run(bucket: Bucket) -> jax.stages.Compiled:
@@ -185,9 +190,7 @@ def _compile(builder: ProgramBuilder, limits: Limits) -> tuple[dict[Bucket, jax.
         return dict(zip(buckets, pool.map(run, buckets), strict=True)), seconds
 
 
-def _memory(
-    builder: ProgramBuilder, limits: Limits, config: EngineConfig, chip: Chip, compiled: list[jax.stages.Compiled]
-) -> Memory:
+def _memory(builder: ProgramBuilder, limits: Limits, chip: Chip, compiled: list[jax.stages.Compiled]) -> Memory:
     accounts: list[Any] = [each.memory_analysis() for each in compiled]
     most = max(accounts, key=lambda account: account.argument_size_in_bytes + account.temp_size_in_bytes)
     weights = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in builder.params)
@@ -196,7 +199,7 @@ def _memory(
     kv_pages = pages.dtype.itemsize * _size(pages.sharding.shard_shape(pages.shape))
     arguments = most.argument_size_in_bytes + most.output_size_in_bytes - most.alias_size_in_bytes
     return Memory(
-        usable=int(chip.memory_bytes * (config.memory_fraction or MEMORY_FRACTION)),
+        device=chip.memory_bytes,
         weights=weights,
         kv_pages=kv_pages,
         other_inputs=arguments - weights - kv_pages,

@@ -146,7 +146,7 @@ def _show(plan: "Plan") -> None:
             ("KV tokens", f"{plan.kv_tokens:,} in all"),
             ("requests", f"{plan.requests:,} of {plan.context:,} tokens at a time"),
         ]
-        rows[4] = ("usable memory", size(memory.usable))
+        rows[4] = ("memory", size(memory.device))
         for name, bound in (("decode", plan.decode), ("prefill", plan.prefill)):
             if bound is None:
                 continue
