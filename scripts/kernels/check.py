@@ -23,6 +23,7 @@ FLOPS_PER_CYCLE = {"v5e": 2**17, "v5p": 2**17, "v6e": 2**19, "tpu7x": 2**19}
 """Peak of one core, in bfloat16: 4 matrix units of 128 x 128, or 2 of 256 x 256 that take two rows per cycle."""
 
 CONTEXT = 1536  # tokens, of the decodes
+POOL = 2**20  # tokens that the pages hold: more than XLA would keep in VMEM
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ FULL = (
     Case(8, 4, dtype="float32", pages="float32", queries=512),
     Case(8, 4, queries=512, window=128, soft_cap=30.0),
     Case(8, 4, pages="int8", queries=512),
+    Case(8, 4, pages="float8_e4m3fn", queries=512),
+    Case(4, 1, page_size=16, queries=512),
+    Case(32, 32, queries=512),
+    Case(64, 1),
+    Case(8, 1, page_size=256, queries=512),
+    Case(4, 2, head_dim=96, queries=512),
+    Case(4, 2, head_dim=192, queries=512),
 )
 
 
@@ -116,7 +124,7 @@ def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
 
         shapes = (
             ((seqs * case.queries, case.heads, case.head_dim), case.dtype),
-            ((4096, case.kv_heads, case.page_size, 2 * case.head_dim), case.pages),
+            ((POOL // case.page_size, case.kv_heads, case.page_size, 2 * case.head_dim), case.pages),
             ((seqs, case.max_pages), "int32"),
             ((seqs,), "int32"),
             ((seqs + 1,), "int32"),
