@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, page_size_of
+from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, latent_page_size, page_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -129,9 +129,9 @@ def mla_paged_attention(
     Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
     for one that does not run here or does not read the dtypes.
     """
-    if q_latent.ndim != 3 or latent_pages.ndim != 3 or block_tables.ndim != 2:
+    if q_latent.ndim != 3 or latent_pages.ndim not in (3, 4) or block_tables.ndim != 2:
         raise ValueError(
-            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages [pages, page_size, cached_dim] and "
+            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages of 3 or 4 axes (see layout.py) and "
             f"block_tables [seqs, max_pages], got {q_latent.shape}, {latent_pages.shape} and {block_tables.shape}"
         )
     if q_rope.shape[:-1] != q_latent.shape[:-1] or q_rope.dtype != q_latent.dtype:
@@ -139,15 +139,11 @@ def mla_paged_attention(
             f"q_latent {q_latent.shape} {q_latent.dtype} and q_rope {q_rope.shape} {q_rope.dtype} must be of the same "
             "tokens and heads and of one dtype"
         )
-    if q_latent.shape[-1] + q_rope.shape[-1] != latent_pages.shape[-1]:
-        raise ValueError(
-            f"pages of {latent_pages.shape[-1]} values per token do not fit queries of {q_latent.shape[-1]} latent and "
-            f"{q_rope.shape[-1]} RoPE values"
-        )
+    page_size = latent_page_size(latent_pages, q_latent.shape[-1] + q_rope.shape[-1])
     _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len, page_stride, page_offset)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
-    sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], latent_pages.shape[1])
+    sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], page_size)
     chosen = choose_implementation(
         implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype, sizes=sizes
     )

@@ -21,10 +21,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend, entries
+from paxserve.pallas_kernels.mosaic_tpu_mla import mla_paged_attention
 from paxserve.pallas_kernels.tuning import block_sizes
 from paxserve.pallas_kernels.xla import Window, finish
+
+__all__ = ["mla_paged_attention", "paged_attention", "why_not"]
 
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
@@ -37,12 +40,12 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
     """Why attention of these dtypes and sizes cannot be computed on this platform; None if it can."""
     if platform not in ("tpu", "cpu"):
         return f"it runs on TPU and is simulated on CPU, it does not run on {platform}"
-    if not isinstance(sizes, GQASizes):
-        return "it does not compute latent attention"
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in DTYPES:
             return f"it does not read {jnp.dtype(dtype).name}"
     rows = 32 // jnp.dtype(dtypes[-1]).itemsize  # of a memory tile, which copies cannot cut
+    if isinstance(sizes, MLASizes):
+        rows = 16  # pairs of tokens in 8 rows
     if sizes.page_size % rows:
         return f"{jnp.dtype(dtypes[-1]).name} pages must hold a multiple of {rows} tokens, not {sizes.page_size}"
     return None

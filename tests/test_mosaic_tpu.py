@@ -3,6 +3,8 @@
 `scripts/check_kernels` compiles them for the chips.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,11 +97,11 @@ def test_chosen_on_tpu_for_what_it_computes() -> None:
     assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
     assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8)) == "xla"
     assert choose_implementation(None, "tpu", jnp.float16, sizes=GQASizes(8, 2, 128, 32)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "xla"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "mosaic_tpu"
     with pytest.raises(NotImplementedError, match="does not run on gpu"):
         choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16, sizes=LATENT)
-    with pytest.raises(NotImplementedError, match="does not compute latent attention"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=LATENT)
+    with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=dataclasses.replace(LATENT, page_size=8))
     with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
         choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8))
     with pytest.raises(NotImplementedError, match="does not read float16"):

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import gqa_cases
 import jax
+import mla_cases
 import numpy as np
 import peers
 from chips import TPUS
@@ -28,8 +29,8 @@ from schedule import PASSES, read_kernels
 
 from paxserve.pallas_kernels import mosaic_tpu
 
-QUICK = gqa_cases.QUICK
-FULL = gqa_cases.FULL
+QUICK = (*gqa_cases.QUICK, *mla_cases.QUICK)
+FULL = (*gqa_cases.FULL, *mla_cases.FULL)
 CASES = {str(case): case for case in (*FULL, *peers.CASES)}
 
 Sizes = dict[str, int]
