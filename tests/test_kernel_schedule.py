@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from schedule import Kernel, Loop, read_kernel, read_kernels
+from schedule import Kernel, Loop, numbers_in, read_kernel, read_kernels
 
 COPY = "%7 = dma.hbm_to_vmem /*hbm=*/%s1, /*dst_syncflagno=*/[#allocation4]"
 WAIT = "%9 = dma.done.wait [#allocation4], 64"
@@ -80,6 +80,10 @@ def test_cost_of_copies(kernel: Kernel) -> None:
     starting = Loop(2, 10, walks={(0, 8): 9}, copies=8)
     block = Loop(0, 99, inner=[starting], walks={(0, 0): 50, (1, 0): 52, (2, 0): 54})
     assert block.issue(tiles=2, pages=32, group=8) == 54 - 50 + 2 * 4 * 9
+
+
+def test_numbers_in_a_name() -> None:
+    assert numbers_in("mla_attend_16_rows_4_tiles", "mla_attend") == {"rows": 16, "tiles": 4}
 
 
 def test_read_from_a_dump(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from chips import TPUS
 from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
-from schedule import Kernel
+from schedule import Kernel, numbers_in
 
 from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
@@ -108,7 +108,7 @@ class Case:
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
         for name, kernel in kernels.items():
-            sizes = _sizes(name)
+            sizes = numbers_in(name, self.prefix)
             if ("units" in sizes) != self.is_decode:
                 return self._figures(sizes, kernel, target)
         raise ValueError(f"none of the kernels {list(kernels)} is of a {self}")
@@ -144,12 +144,6 @@ class Case:
             "bytes": moved,
             "least_bytes": least,
         }
-
-
-def _sizes(name: str) -> dict[str, int]:
-    """Of a kernel, which its name gives: rows, tiles, pages and so on."""
-    words = name.removeprefix(f"{Case.prefix}_").split("_")
-    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
 
 
 QUICK = (

@@ -70,6 +70,12 @@ class Kernel(Loop):
         return sum(loop.spills for loop in self.within())
 
 
+def numbers_in(name: str, prefix: str) -> dict[str, int]:
+    """Those in a kernel's name by what they are of: 4 heads in `prefix_8_rows_4_heads`."""
+    words = name.removeprefix(f"{prefix}_").split("_")
+    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
+
+
 def read_kernels(folder: Path, target: str, name: str) -> dict[str, Kernel]:
     """The Pallas kernels in a dump whose name begins with `name`."""
     kernels = {}
