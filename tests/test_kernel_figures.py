@@ -52,6 +52,16 @@ def test_a_case_that_is_new() -> None:
     assert remarks == ["v6e, new: it has no stored figures; scripts/kernel_report makes them"]
 
 
+def test_decode_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences side by side in blocks of 128: at 192 tokens two blocks are computed, and one and a half copied."""
+    monkeypatch.setattr(figures, "CONTEXT", 192)
+    found = figures.decode_cycles(hot=100, copies=40, around=30, tiles=2, block_keys=128)
+    assert found["cycles"] == pytest.approx((2 * 100 + 1.5 * 40 + 30) / (2 * 192))
+    blocks, contexts = 1 + 1 + 2 + 2 + 3 + 3, 64 * (1 + 2 + 3 + 4 + 5 + 6)
+    assert found["ragged"] == pytest.approx((blocks * 100 + contexts / 128 * 40 + 6 * 30) / (2 * contexts))
+    assert (found["hot"], found["copies"]) == (100 / 256, 40 / 256)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "size"),
     [

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from schedule import Kernel, Loop, read_kernel, read_kernels
+from schedule import Kernel, Loop, numbers_in, read_kernel, read_kernels
 
 COPY = "%7 = dma.hbm_to_vmem /*hbm=*/%s1, /*dst_syncflagno=*/[#allocation4]"
 WAIT = "%9 = dma.done.wait [#allocation4], 64"
@@ -71,6 +71,19 @@ def test_cost_of_a_turn(kernel: Kernel) -> None:
     assert outer.walks == {(0, 0): 12, (0, 2): 15}
     assert outer.cost(0, 0) == 12
     assert outer.cost(0, 1) == outer.cost(0, 2) == 15
+
+
+def test_cost_of_copies(kernel: Kernel) -> None:
+    """In a turn that starts them as they stand, or goes to a loop that starts 8 in 9 cycles."""
+    outer = kernel.inner[0]
+    assert outer.issue(tiles=2, pages=1, group=8) == 15 - 12
+    starting = Loop(2, 10, walks={(0, 8): 9}, copies=8)
+    block = Loop(0, 99, inner=[starting], walks={(0, 0): 50, (1, 0): 52, (2, 0): 54})
+    assert block.issue(tiles=2, pages=32, group=8) == 54 - 50 + 2 * 4 * 9
+
+
+def test_numbers_in_a_name() -> None:
+    assert numbers_in("mla_attend_16_rows_4_tiles", "mla_attend") == {"rows": 16, "tiles": 4}
 
 
 def test_read_from_a_dump(tmp_path: Path) -> None:

@@ -32,6 +32,22 @@ def stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(others) * -(-rows // tile_rows) * tile_rows * -(-lanes // 128) * 128 * itemsize
 
 
+def decode_cycles(hot: float, copies: float, around: float, tiles: int, block_keys: int) -> Figures:
+    """The figures in cycles of a decode that computes blocks of `tiles` sequences side by side.
+
+    hot, copies: of a block, its matrix work and the starting of its pages' copies; around: of what comes once for all blocks of
+    these sequences. A block that is filled in part is computed as a whole.
+    """
+
+    def at(*contexts: int) -> float:
+        blocks, read = sum(-(-context // block_keys) for context in contexts), sum(contexts) / block_keys
+        return (blocks * hot + read * copies + len(contexts) * around) / (tiles * sum(contexts))
+
+    tokens = tiles * block_keys
+    ragged = range(64, 2 * CONTEXT + 1, 64)
+    return {"cycles": at(CONTEXT), "ragged": at(*ragged), "hot": hot / tokens, "copies": copies / tokens}
+
+
 def read() -> dict[str, Any]:
     """`compilers`: versions by target; `figures`: Found; `peers`: the same of others' kernels."""
     return json.loads(PATH.read_text())

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from chips import TPUS
-from figures import CONTEXT, SEQS, Figures, stored_bytes
-from schedule import Kernel
+from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
+from schedule import Kernel, numbers_in
 
 from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
@@ -111,7 +111,7 @@ class Case:
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
         for name, kernel in kernels.items():
-            sizes = _sizes(name)
+            sizes = numbers_in(name, self.prefix)
             if ("units" in sizes) != self.is_decode:
                 return self._figures(sizes, kernel, target)
         raise ValueError(f"none of the kernels {list(kernels)} is of a {self}")
@@ -133,12 +133,7 @@ class Case:
                 hot += times * min(loop.walks.values())
         else:  # the loop's turns are parts of a block, of which one asks for pages
             hot *= self.kv_heads * pieces // sizes["units"]
-        in_loops = pages > ISSUE
-        copies = block.cost(tiles if in_loops else 0, 0 if in_loops else tiles * pages) - block.cost(0, 0)
-        if in_loops:
-            turn = min(min(loop.walks.values()) for loop in block.inner if loop.copies > 1)
-            copies += tiles * (pages // ISSUE) * turn
-
+        copies = block.issue(tiles, pages, ISSUE)
         least = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.pages).itemsize
         moved = stored_bytes((self.kv_heads, self.page_size, 2 * self.head_dim), self.pages) / self.page_size
         resources = {"hot_spills": spills, "spills": kernel.all_spills, "vmem": kernel.vmem, "smem": kernel.smem}
@@ -146,27 +141,12 @@ class Case:
             flops = 4 * sizes["rows"] * self.head_dim * self.kv_heads * pages * self.page_size
             return {"peak": flops / (hot + copies) / TPUS[target].flops, **resources}
 
-        def cycles(*contexts: int) -> float:
-            """Per token; a block that is filled in part is computed as a whole."""
-            blocks = sum(-(-context // (pages * self.page_size)) for context in contexts)
-            read = sum(contexts) / (pages * self.page_size)
-            return (blocks * hot + read * copies + len(contexts) * step.cost(0, 0)) / (tiles * sum(contexts))
-
         return {
-            "cycles": cycles(CONTEXT),
-            "ragged": cycles(*range(64, 2 * CONTEXT + 1, 64)),
-            "hot": hot / (tiles * pages * self.page_size),
-            "copies": copies / (tiles * pages * self.page_size),
+            **decode_cycles(hot, copies, step.cost(0, 0), tiles, pages * self.page_size),
             **resources,
             "bytes": moved,
             "least_bytes": least,
         }
-
-
-def _sizes(name: str) -> dict[str, int]:
-    """Of a kernel, which its name gives: rows, tiles, pages and so on."""
-    words = name.removeprefix(f"{Case.prefix}_").split("_")
-    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
 
 
 QUICK = (

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from chips import TPUS
-from figures import CONTEXT, SEQS, Figures, stored_bytes
-from schedule import Kernel
+from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
+from schedule import Kernel, numbers_in
 
 from paxserve.pallas_kernels import mla_pages_shape
 from paxserve.pallas_kernels.mosaic_tpu import mla_paged_attention
@@ -79,44 +79,24 @@ class MLACase:
         return attend, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
-        sizes = {name: _sizes(name) for name in kernels}
+        sizes = {name: numbers_in(name, self.prefix) for name in kernels}
         name = next(name for name in kernels if (sizes[name]["tiles"] > 1) == self.is_decode)
         rows, tiles, pages = (sizes[name][unit] for unit in ("rows", "tiles", "pages"))
         kernel = kernels[name]
         step = next(loop for loop in kernel.within()[1:] if loop.matmuls)
         block = next(loop for loop in step.inner if loop.matmuls)
-        hot = block.cost(0, 0)
-        in_loops = pages > ISSUE
-        copies = block.cost(tiles if in_loops else 0, 0 if in_loops else tiles * pages) - hot
-        if in_loops:
-            turn = min(min(loop.walks.values()) for loop in block.inner if loop.copies > 1)
-            copies += tiles * (pages // ISSUE) * turn
+        hot, copies = block.cost(0, 0), block.issue(tiles, pages, ISSUE)
         resources = {"hot_spills": block.spills, "spills": kernel.all_spills, "vmem": kernel.vmem, "smem": kernel.smem}
         block_keys = pages * self.page_size
         if not self.is_decode:
             flops = 2 * rows * (2 * self.rank + self.rope) * block_keys
             return {"peak": flops / (hot + copies) / TPUS[target].flops, **resources}
-
-        def cycles(*contexts: int) -> float:
-            """Per token; a block that is filled in part is computed as a whole."""
-            blocks, read = sum(-(-context // block_keys) for context in contexts), sum(contexts) / block_keys
-            return (blocks * hot + read * copies + len(contexts) * step.cost(0, 0)) / (tiles * sum(contexts))
-
         return {
-            "cycles": cycles(CONTEXT),
-            "ragged": cycles(*range(64, 2 * CONTEXT + 1, 64)),
-            "hot": hot / (tiles * block_keys),
-            "copies": copies / (tiles * block_keys),
+            **decode_cycles(hot, copies, step.cost(0, 0), tiles, block_keys),
             **resources,
             "bytes": stored_bytes(self.pages_shape[1:], self.pages) / self.page_size,
             "least_bytes": (self.rank + self.rope) * jnp.dtype(self.pages).itemsize,
         }
-
-
-def _sizes(name: str) -> dict[str, int]:
-    """Of a kernel, which its name gives: rows, tiles and pages."""
-    words = name.removeprefix(f"{MLACase.prefix}_").split("_")
-    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
 
 
 QUICK = (

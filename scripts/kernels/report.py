@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
@@ -40,6 +40,12 @@ PREFILL = """
 The share of a core's peak in bfloat16 products that the hot loop reaches, on blocks of keys that all rows see; its spills.
 
 """
+WRITE = """
+## TPU: writes
+
+Cycles per token whose K and V are written into its page, in a tile of its own; the pages are not copied.
+
+"""
 GPU = """
 ## GPU: {target}
 
@@ -53,14 +59,15 @@ What a kernel takes of a multiprocessor, compiled by {compilers}.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", action="append", choices=[*TPUS, *GPUS], help="a chip; all of them by default")
+    parser.add_argument("--quick", action="store_true", help="only a representative few of our shapes")
     parser.add_argument("--page-only", action="store_true", help="from the stored figures")
     options = parser.parse_args()
     stored = figures.read()
     if not options.page_only:
         targets = options.target or [*TPUS, *GPUS]
         faults = [
-            *_measure_tpus([target for target in targets if target in TPUS], stored),
-            *_measure_gpus([target for target in targets if target in GPUS], stored),
+            *_measure_tpus([target for target in targets if target in TPUS], options.quick, stored),
+            *_measure_gpus([target for target in targets if target in GPUS], options.quick, stored),
         ]
         if faults:
             print("\n".join(f"FAULT: {fault}" for fault in faults), file=sys.stderr)
@@ -70,26 +77,36 @@ def main() -> int:
     return 0
 
 
-def _measure_tpus(targets: list[str], stored: dict[str, Any]) -> Iterator[str]:
+def _measure_tpus(targets: list[str], quick: bool, stored: dict[str, Any]) -> Iterator[str]:
     """Puts figures into `stored`; yields what is wrong."""
-    ours, others = ([str(case) for case in cases] for cases in (tpu.FULL, peers.CASES))
+    ours = [str(case) for case in (tpu.QUICK if quick else tpu.FULL)]
+    others = [] if quick else [str(peer) for peer in peers.CASES]
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda target: tpu.run(target, ours + others), targets)
         for target, found in zip(targets, results, strict=True):
             by_name = dict(zip(ours + others, found, strict=True))
             yield from (f"{target}, {name}: {result}" for name, result in by_name.items() if isinstance(result, str))
-            stored["compilers"][target] = tpu.compilers()
-            stored["figures"][target] = {name: by_name[name] for name in ours}
-            stored["peers"][target] = {name: by_name[name] for name in others}
-    stored["peer_versions"] = {package: version(package) for package in ("jax", "tpu-inference")}
+            _put(stored, target, tpu.compilers(), {name: by_name[name] for name in ours}, whole=not quick)
+            if others:
+                stored["peers"][target] = {name: by_name[name] for name in others}
+    if targets and not quick:
+        stored["peer_versions"] = {package: version(package) for package in ("jax", "tpu-inference")}
 
 
-def _measure_gpus(targets: list[str], stored: dict[str, Any]) -> Iterator[str]:
+def _measure_gpus(targets: list[str], quick: bool, stored: dict[str, Any]) -> Iterator[str]:
     for target in targets:
-        rows = gpu.check()
+        rows = gpu.check(gpu.QUICK if quick else gpu.SHAPES)
         yield from (f"{target}, {row.name}: {row.fault}" for row in rows if row.fault)
-        stored["compilers"][target] = gpu.compilers()
-        stored["figures"][target] = {row.name: row.figures() for row in rows}
+        _put(stored, target, gpu.compilers(), {row.name: row.figures() for row in rows}, whole=not quick)
+
+
+def _put(
+    stored: dict[str, Any], target: str, compilers: dict[str, str], found: dict[str, Figures], whole: bool
+) -> None:
+    """In place of all figures of the target, or of those of the same cases if the compilers are the same."""
+    kept = {} if whole or stored["compilers"].get(target) != compilers else stored["figures"][target]
+    stored["compilers"][target] = compilers
+    stored["figures"][target] = kept | found
 
 
 def _page(stored: dict[str, Any]) -> Iterator[str]:
@@ -97,7 +114,9 @@ def _page(stored: dict[str, Any]) -> Iterator[str]:
     for target in filter(stored["figures"].get, TPUS):
         yield from _decodes(target, stored)
     yield PREFILL
-    yield from _prefills(stored)
+    yield from _by_target(stored, "prefill ", lambda own: f"{own['peak']:.0%}")
+    yield WRITE
+    yield from _by_target(stored, "write ", lambda own: f"{own['cycles']:.0f} cycles")
     for target in filter(stored["figures"].get, GPUS):
         yield GPU.format(target=target, compilers=_versions(stored["compilers"][target]))
         for name, row in stored["figures"][target].items():
@@ -116,13 +135,15 @@ def _decodes(target: str, stored: dict[str, Any]) -> Iterator[str]:
     yield "| shape | kernel | hot loop | copies | whole kernel | spills | VMEM | SMEM | bytes (least) | time | of HBM |\n"
     yield "|---|---|---|---|---|---|---|---|---|---|---|\n"
     for case in tpu.FULL:
-        if not case.is_decode:
+        own = stored["figures"][target].get(str(case), {})
+        if "hot" not in own:
             continue
         label = str(case).removeprefix("decode ").removesuffix(", bfloat16 on bfloat16")
-        yield _row(label, f"**{case.kernel}**", stored["figures"][target][str(case)], target)
+        yield _row(label, f"**{case.kernel}**", own, target)
         if str(case).endswith(f"{case.shape}, bfloat16 on bfloat16"):
-            for peer in (peer for peer in peers.CASES if peer.shape == case.shape):
-                yield _row("", peer.kernel, stored["peers"][target][str(peer)], target)
+            others = stored["peers"].get(target, {})
+            for peer in (peer for peer in peers.CASES if peer.shape == case.shape and str(peer) in others):
+                yield _row("", peer.kernel, others[str(peer)], target)
 
 
 def _row(label: str, kernel: str, own: Figures, target: str) -> str:
@@ -151,14 +172,14 @@ def bounds(own: Figures, target: str) -> tuple[float, float]:
     return max(computing, reading), computing + reading
 
 
-def _prefills(stored: dict[str, Any]) -> Iterator[str]:
+def _by_target(stored: dict[str, Any], kind: str, shown: Callable[[Figures], str]) -> Iterator[str]:
+    """A table of the cases whose names begin with `kind`."""
     targets = [*filter(stored["figures"].get, TPUS)]
     yield f"| shape | {' | '.join(targets)} |\n|---|{'---|' * len(targets)}\n"
-    for case in tpu.FULL:
-        found = [stored["figures"][target][str(case)] for target in targets]
-        if not case.is_decode:
-            cells = [f"{own['peak']:.0%}, {own['hot_spills']} spills" for own in found]
-            yield f"| {str(case).removeprefix('prefill ')} | {' | '.join(cells)} |\n"
+    for name in (str(case) for case in tpu.FULL if str(case).startswith(kind)):
+        found = [stored["figures"][target].get(name) for target in targets]
+        cells = ("" if own is None else f"{shown(own)}, {own['hot_spills']} spills" for own in found)
+        yield f"| {name.removeprefix(kind)} | {' | '.join(cells)} |\n"
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ class Loop:
         """Of the cheapest turn that meets that many loops that start copies, and itself starts that many, or more."""
         return min(cost for starts, cost in self.walks.items() if starts[0] >= loops and starts[1] >= copies)
 
+    def issue(self, tiles: int, pages: int, group: int) -> int:
+        """Cycles by which a turn is longer that starts the copies of so many pages of each tile.
+
+        Up to `group` pages of a tile are started one after the other, more of them in a loop, `group` per turn.
+        """
+        if pages <= group:
+            return self.cost(0, tiles * pages) - self.cost(0, 0)
+        turn = min(min(loop.walks.values()) for loop in self.inner if loop.copies > 1)
+        return self.cost(tiles, 0) - self.cost(0, 0) + tiles * (pages // group) * turn
+
 
 @dataclass
 class Kernel(Loop):
@@ -58,6 +68,12 @@ class Kernel(Loop):
     @property
     def all_spills(self) -> int:
         return sum(loop.spills for loop in self.within())
+
+
+def numbers_in(name: str, prefix: str) -> dict[str, int]:
+    """Those in a kernel's name by what they are of: 4 heads in `prefix_8_rows_4_heads`."""
+    words = name.removeprefix(f"{prefix}_").split("_")
+    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
 
 
 def read_kernels(folder: Path, target: str, name: str) -> dict[str, Kernel]:

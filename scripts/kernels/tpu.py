@@ -1,8 +1,8 @@
 """Compiles kernels for TPUs that are described to libtpu, and reads their figures from the schedules it writes.
 
 One process per chip: libtpu reads its flags when it is loaded. A case has a name, `str(case)`; `program()`, the function and
-the arguments to compile; `prefix`, with which its kernels' names begin; `figures(kernels, target)`; and, if it is ours,
-`must_not_spill(target)`.
+the arguments to compile; `prefix`, with which its kernels' names begin; `figures(kernels, target)`; if it is ours
+`must_not_spill(target)`; and, if it writes in place, `donated`, the numbers of those arguments.
 """
 
 import json
@@ -21,6 +21,7 @@ import jax
 import mla_cases
 import numpy as np
 import peers
+import write_cases
 from chips import TPUS
 from figures import Figures
 from jax.experimental import topologies
@@ -29,8 +30,8 @@ from schedule import PASSES, read_kernels
 
 from paxserve.pallas_kernels import mosaic_tpu
 
-QUICK = (*gqa_cases.QUICK, *mla_cases.QUICK)
-FULL = (*gqa_cases.FULL, *mla_cases.FULL)
+QUICK = (*gqa_cases.QUICK, *mla_cases.QUICK, *write_cases.QUICK)
+FULL = (*gqa_cases.FULL, *mla_cases.FULL, *write_cases.FULL)
 CASES = {str(case): case for case in (*FULL, *peers.CASES)}
 
 Sizes = dict[str, int]
@@ -96,10 +97,13 @@ def _work(target: str, dump: Path) -> None:
 
 def _compile(case: Any, target: str, mesh: Mesh, placed: NamedSharding, dump: Path) -> Figures:
     function, args = case.program()
+    donated = getattr(case, "donated", ())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # by which Pallas knows the chip
-        lowered = jax.jit(function).lower(*args)
-    lowered.compile()
+        lowered = jax.jit(function, donate_argnums=donated).lower(*args)
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    if any(temporary > args[i].size * args[i].dtype.itemsize / 8 for i in donated):
+        raise ValueError(f"pages are not written in place: {temporary} bytes of temporary arrays")
     return case.figures(read_kernels(dump, target, case.prefix), target)
 
 
