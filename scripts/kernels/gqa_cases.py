@@ -18,7 +18,6 @@ from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 from paxserve.pallas_kernels.tuning import GQA_SHAPE
 
-
 POOL = 2**20  # tokens that the pages hold: more than XLA would keep in VMEM
 
 
