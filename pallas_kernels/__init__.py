@@ -6,7 +6,9 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_pages,
 )
+from paxserve.pallas_kernels.check_batch import check_batch
 from paxserve.pallas_kernels.layout import (
     GQASizes,
     MLASizes,
@@ -19,13 +21,13 @@ from paxserve.pallas_kernels.layout import (
     stacks_kv,
     storage_dtype,
     write_latent_pages,
-    write_pages,
 )
 
 __all__ = [
     "IMPLEMENTATIONS",
     "GQASizes",
     "MLASizes",
+    "check_batch",
     "choose_implementation",
     "copy_pages",
     "gqa_pages_shape",

@@ -1,4 +1,4 @@
-"""The public entry to paged attention: checks the arguments and picks an implementation."""
+"""The public entry to paged attention and to writing pages: checks the arguments and picks an implementation."""
 
 import functools
 import importlib
@@ -186,6 +186,35 @@ def _check_batch(
         raise ValueError(f"page_stride must be at least 1, got {page_stride}")
     if page_offset is not None and page_offset.shape != (seqs,):
         raise ValueError(f"page_offset must have one page per sequence [{seqs}], got {page_offset.shape}")
+
+
+def write_pages(
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> Num[Array, "pages kv_heads slots width"]:
+    """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
+
+    Several padding tokens may share a slot of the null page; all other slots must be distinct, and tokens of one page must
+    follow one another. Tokens of a page past the last are not written. Quantised pages hold `k / k_scale` and `v / v_scale`,
+    saturated.
+
+    `implementation` is chosen as in `paged_attention`; "mosaic_tpu" has a kernel of its own, the others are a scatter.
+
+    Raises ValueError if the shapes disagree, if int8 pages come without scales, or for an unknown implementation;
+    NotImplementedError for one that does not run here or does not hold such pages.
+    """
+    kv_heads, head_dim = k.shape[1:]
+    sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
+    chosen = choose_implementation(implementation, jax.default_backend(), kv_pages.dtype, sizes=sizes)
+    write = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout").write_pages
+    return write(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
 
 
 def choose_implementation(

@@ -194,21 +194,19 @@ def _store(x: Float[Array, "..."], scale: Scale | None, dtype: jax.typing.DTypeL
     return x.astype(dtype)
 
 
-def write_pages(
+def kv_rows(
     kv_pages: Num[Array, "pages kv_heads slots width"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     token_pages: Int[Array, "tokens"],
     token_offsets: Int[Array, "tokens"],
-    *,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-) -> Num[Array, "pages kv_heads slots width"]:
-    """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+) -> tuple[Num[Array, "tokens kv_heads parts width"], Int[Array, "tokens parts"]]:
+    """What `write_pages` writes of each token, as the pages hold it, and in which slots of its page.
 
-    Several padding tokens may share a slot of the null page; all other slots must be distinct. Quantised
-    pages hold `k / k_scale` and `v / v_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
-    come without scales.
+    There is one part, K and V side by side, or K and V if the pages are stacked. Raises ValueError if the shapes disagree
+    or if int8 pages come without scales.
     """
     tokens, kv_heads, head_dim = k.shape
     page_size = page_size_of(kv_pages, head_dim)
@@ -221,9 +219,25 @@ def write_pages(
         raise ValueError("int8 pages need k_scale and v_scale")
     slots, width = kv_pages.shape[2:]
     kv = jnp.stack([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=2)
-    rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots + token_offsets[:, None]
-    rows = rows[..., None] + jnp.arange(0, slots, page_size)  # [tokens, kv_heads, 2 if stacked else 1]
-    return _write_rows(kv_pages, rows, kv.reshape(*rows.shape, width))
+    own_slots = token_offsets[:, None] + jnp.arange(0, slots, page_size)
+    return kv.reshape(tokens, kv_heads, -1, width), own_slots
+
+
+def write_pages(
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+) -> Num[Array, "pages kv_heads slots width"]:
+    """See `paxserve.pallas_kernels.write_pages`: a scatter, which XLA does in place."""
+    kv, own_slots = kv_rows(kv_pages, k, v, token_pages, token_offsets, k_scale, v_scale)
+    _, kv_heads, slots, _ = kv_pages.shape
+    heads = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots  # [tokens, kv_heads]
+    return _write_rows(kv_pages, heads[..., None] + own_slots[:, None], kv)
 
 
 def write_latent_pages(

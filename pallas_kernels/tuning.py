@@ -21,7 +21,7 @@ DEVICE_KINDS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")
 GQA_SHAPE = ("heads", "kv_heads", "head_dim", "page_size", "itemsize")
 KERNELS = {
     "mosaic_tpu decode": (GQA_SHAPE, ("block_keys", "chains", "slots")),
-    "mosaic_tpu prefill": (GQA_SHAPE, ("block_keys", "query_rows", "query_keys", "query_heads", "slots")),
+    "mosaic_tpu prefill": (GQA_SHAPE, ("query_rows", "query_keys", "turn", "slots")),
 }
 """Of each kernel, the fields of a shape, itemsize being that of its pages, and the sizes that are tuned."""
 

@@ -20,7 +20,7 @@ Found = dict[str, dict[str, Figures]]
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.json"
 CONTEXT, SEQS = 1536, 128  # tokens of each sequence of a decode, and sequences
-COSTS = ("cycles", "hot_spills", "registers", "shared", "spill_bytes")
+COSTS = ("cycles", "registers", "shared", "spill_bytes")
 TOLERANCE = 1.05
 
 

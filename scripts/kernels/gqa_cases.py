@@ -108,25 +108,28 @@ class Case:
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
         for name, kernel in kernels.items():
-            rows = _sizes(name)[0]
-            if (rows > 2 * self.heads) != self.is_decode:
-                return self._figures(name, kernel, target)
+            sizes = _sizes(name)
+            if ("units" in sizes) != self.is_decode:
+                return self._figures(sizes, kernel, target)
         raise ValueError(f"none of the kernels {list(kernels)} is of a {self}")
 
-    def _figures(self, name: str, kernel: Kernel, target: str) -> Figures:
-        rows, tiles, pages, heads, keys = _sizes(name)
+    def _figures(self, sizes: dict[str, int], kernel: Kernel, target: str) -> Figures:
+        tiles, pages = sizes["tiles"], sizes["pages"]
         step = next(loop for loop in kernel.within()[1:] if loop.matmuls)
         block = next(loop for loop in step.inner if loop.matmuls)
         computing = [loop for loop in block.within() if loop.matmuls]
         spills = sum(loop.spills for loop in computing)
 
         hot = block.cost(0, 0)
-        trips = [self.kv_heads // heads, pages * self.page_size // keys]
-        trips = [trip for trip in trips if trip > 1]
-        times = 1
-        for loop, trip in zip(computing[1:], trips, strict=True):
-            times *= trip
-            hot += times * min(loop.walks.values())
+        pieces = pages * self.page_size // sizes["keys"]
+        if self.is_decode:
+            times = 1
+            trips = (trip for trip in (self.kv_heads // sizes["heads"], pieces) if trip > 1)
+            for loop, trip in zip(computing[1:], trips, strict=True):
+                times *= trip
+                hot += times * min(loop.walks.values())
+        else:  # the loop's turns are parts of a block, of which one asks for pages
+            hot *= self.kv_heads * pieces // sizes["units"]
         in_loops = pages > ISSUE
         copies = block.cost(tiles if in_loops else 0, 0 if in_loops else tiles * pages) - block.cost(0, 0)
         if in_loops:
@@ -137,7 +140,7 @@ class Case:
         moved = stored_bytes((self.kv_heads, self.page_size, 2 * self.head_dim), self.pages) / self.page_size
         resources = {"hot_spills": spills, "spills": kernel.all_spills, "vmem": kernel.vmem, "smem": kernel.smem}
         if not self.is_decode:
-            flops = 4 * rows * self.head_dim * self.kv_heads * pages * self.page_size
+            flops = 4 * sizes["rows"] * self.head_dim * self.kv_heads * pages * self.page_size
             return {"peak": flops / (hot + copies) / TPUS[target].flops, **resources}
 
         def cycles(*contexts: int) -> float:
@@ -157,10 +160,10 @@ class Case:
         }
 
 
-def _sizes(name: str) -> list[int]:
-    """Of a kernel, which its name gives: rows, tiles, pages, heads, keys."""
-    words = name.split("_")
-    return [int(words[words.index(unit) - 1]) for unit in ("rows", "tiles", "pages", "heads", "keys")]
+def _sizes(name: str) -> dict[str, int]:
+    """Of a kernel, which its name gives: rows, tiles, pages and so on."""
+    words = name.removeprefix(f"{Case.prefix}_").split("_")
+    return {unit: int(number) for number, unit in zip(words[::2], words[1::2], strict=True)}
 
 
 QUICK = (

@@ -1,4 +1,4 @@
-"""Finds block sizes for the TPU kernels and writes them to pallas_kernels/tuning: by time on a TPU, else by their schedules.
+"""Finds block sizes for the TPU kernels and writes them to pallas_kernels/tuning, by their schedules or by time on a TPU.
 
 One size after the other is varied while the others stay, from what is stored, until none is better. By schedule the number
 of blocks in VMEM cannot be told apart, since copies take no time there: it stays.
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import jax
 import tpu
 from chips import TPUS
+from figures import Figures
 from gqa_cases import Case
 
 from paxserve.pallas_kernels import mosaic_tpu, tuning
@@ -26,7 +27,7 @@ CANDIDATES = {
     "chains": (8, 12, 16, 24),
     "query_rows": (128, 256, 512),
     "query_keys": (256, 512, 1024),
-    "query_heads": (1, 2, 4),
+    "turn": (2, 4, 8),
     "slots": (2, 3, 4),
 }
 CASES = (
@@ -45,23 +46,23 @@ ROUNDS, CALLS = 7, 10
 
 Sizes = dict[str, int]
 Costs = Callable[[Case, list[Sizes]], list[float]]
-"""Of a case with each of several sizes: infinite if it does not compile."""
+"""Of a case with each of several sizes: infinite if it does not compile, or spills where it must not."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", choices=TPUS, help="a chip; all of them by default")
+    parser.add_argument("--on-device", action="store_true", help="by time, on the TPU that is here")
     options = parser.parse_args()
-    kind = jax.devices()[0].device_kind
-    if kind in tuning.DEVICE_KINDS:
-        target = next(target for target, chip in TPUS.items() if chip.kind == kind)
-        if options.target not in (None, [target]):
-            parser.error(f"--target: here is a {target}")
-        tune(target, times, list(CANDIDATES))
+    if not options.on_device:
+        for target in options.target or TPUS:
+            tune(target, functools.partial(schedules, target), [name for name in CANDIDATES if name != "slots"])
         return 0
-    for target in options.target or TPUS:
-        names = [name for name in CANDIDATES if name != "slots"]
-        tune(target, functools.partial(schedules, target), names)
+    kind = jax.devices()[0].device_kind
+    here = [target for target, chip in TPUS.items() if chip.kind == kind]
+    if here != (options.target or here) or not here:
+        parser.error(f"--on-device: here is {kind}, not {' or '.join(options.target or TPUS)}")
+    tune(*here, times, list(CANDIDATES))
     return 0
 
 
@@ -87,7 +88,7 @@ def improve(case: Case, sizes: Sizes, costs: Costs, names: list[str]) -> Sizes:
     (best,) = costs(case, [sizes])
     if best == float("inf"):
         raise RuntimeError(
-            f"{case} does not compile with the sizes that are stored: {sizes}; scripts/check_kernels says why"
+            f"{case} does not do with the sizes that are stored: {sizes}; scripts/check_kernels says why"
         )
     untried = list(names)
     while untried:
@@ -103,11 +104,13 @@ def improve(case: Case, sizes: Sizes, costs: Costs, names: list[str]) -> Sizes:
 
 def schedules(target: str, case: Case, options: list[Sizes]) -> list[float]:
     """By the compiler's schedule: cycles per token of ragged contexts, or the inverse of a prefill's share of the peak."""
-    results = tpu.run(target, [str(case)] * len(options), options)
-    return [
-        float("inf") if isinstance(found, str) else found["ragged"] if case.is_decode else 1 / found["peak"]
-        for found in results
-    ]
+
+    def cost(found: Figures | str) -> float:
+        if isinstance(found, str) or (found["hot_spills"] and case.must_not_spill(target)):
+            return float("inf")
+        return found["ragged"] if case.is_decode else 1 / found["peak"]
+
+    return [cost(found) for found in tpu.run(target, [str(case)] * len(options), options)]
 
 
 def times(case: Case, options: list[Sizes]) -> list[float]:
