@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels import mosaic_gpu_mla
-from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv, storage_dtype
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, latent_rows, load, split_kv, storage_dtype
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 from paxserve.pallas_kernels.xla import finish
@@ -94,18 +94,21 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
     **options: Any,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted."""
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted.
+
+    Paired pages, a TPU's, are unpaired first.
+    """
     on_cpu = jax.default_backend() == "cpu"
     return mosaic_gpu_mla.attend(
         q_latent,
         q_rope,
-        load(latent_pages),
+        latent_rows(load(latent_pages), q_latent.shape[-1], q_rope.shape[-1]),
         block_tables,
         context_lens,
         query_starts,
