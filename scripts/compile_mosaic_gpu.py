@@ -3,13 +3,15 @@
     PYTHONPATH=. python scripts/compile_mosaic_gpu.py [--quick] [SHAPE ...]
 
 needs JAX's CUDA plugin and NVIDIA's compilers in the same environment, but no driver:
-`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Fails
-if a shape does not compile, if a kernel spills registers, if fewer thread blocks fit a multiprocessor than the grid counts
-on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows of a table.
+`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Each
+shape is a step that writes its tokens into donated pages and attends. Fails if one does not compile or copies the pages, if
+a kernel spills registers, if fewer thread blocks fit a multiprocessor than the grid counts on, or if attention's code has no
+TMA loads and no wgmma. `check` gives the same as rows of a table.
 """
 
 import argparse
 import functools
+import math
 import os
 import re
 import subprocess
@@ -38,7 +40,10 @@ BLOCK_SHARED_BYTES = 1024  # that the system takes of each thread block's
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence."""
+    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence.
+
+    pages: the dtype of the pages if it is not the queries'.
+    """
 
     heads: int = 32
     kv_heads: int = 8
@@ -51,9 +56,9 @@ class Shape:
     page_stride: int = 1
     window: bool = False
     soft_cap: float | None = None
-    sinks: bool = False
 
 
+EVERYTHING: dict[str, Any] = {"seqs": 64, "tokens": 512, "window": True, "soft_cap": 30.0, "page_stride": 4}
 SHAPES = {
     "decode": Shape(),
     "decode, float16": Shape(dtype="float16"),
@@ -69,16 +74,26 @@ SHAPES = {
     "mixed": Shape(seqs=64, tokens=512),
     "mixed, head_dim 64": Shape(seqs=64, tokens=512, head_dim=64),
     "mixed, groups of 7, float16": Shape(seqs=64, tokens=512, heads=28, kv_heads=4, dtype="float16"),
-    "mixed, everything": Shape(seqs=64, tokens=512, page_size=16, window=True, soft_cap=30.0, sinks=True),
-    "mixed, head_dim 64, everything": Shape(
-        seqs=64, tokens=512, head_dim=64, heads=64, page_size=16, window=True, soft_cap=30.0, sinks=True
-    ),
-    "mixed, head_dim 80": Shape(seqs=64, tokens=512, head_dim=80, heads=32, kv_heads=32, soft_cap=30.0, window=True),
-    "mixed, head_dim 96": Shape(seqs=64, tokens=512, head_dim=96, soft_cap=30.0, window=True),
-    "mixed, head_dim 192": Shape(seqs=64, tokens=512, head_dim=192, soft_cap=30.0, window=True),
-    "mixed, head_dim 256": Shape(seqs=64, tokens=512, head_dim=256, soft_cap=30.0, window=True),
+    "mixed, everything": Shape(**EVERYTHING, page_size=16),
+    "mixed, head_dim 64, everything": Shape(**EVERYTHING, head_dim=64, heads=64, page_size=16),
+    "decode, dealt pages": Shape(page_stride=4),
     "decode, int8": Shape(pages="int8"),
+    "decode, int8, head_dim 64": Shape(pages="int8", head_dim=64),
     "decode, fp8": Shape(pages="float8_e4m3fn"),
+    "decode, head_dim 256": Shape(heads=16, head_dim=256),
+    "mixed, head_dim 64, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=64, pages="float8_e4m3fn"),
+    "mixed, head_dim 80, everything": Shape(**EVERYTHING, page_size=8, heads=32, kv_heads=32, head_dim=80),
+    "mixed, head_dim 80, int8, everything": Shape(
+        **EVERYTHING, page_size=8, head_dim=80, pages="int8", dtype="float16"
+    ),
+    "mixed, head_dim 96, everything": Shape(**EVERYTHING, page_size=8, head_dim=96),
+    "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
+    "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
+    "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
+    "mixed, head_dim 192, int8, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192, pages="int8"),
+    "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
+    "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
+    "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
 }
 QUICK = ("decode", "mixed, everything", "mixed, head_dim 64, everything")
@@ -146,40 +161,45 @@ def _compile(shape: Shape) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from paxserve.pallas_kernels import mosaic_gpu
+    from paxserve.pallas_kernels import mosaic_gpu, write_pages
 
     device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     tokens, seqs = shape.tokens or shape.seqs, shape.seqs
 
-    pages_dtype = jnp.dtype(shape.pages or shape.dtype)
-
-    def attend(arrays: Any, window: Any, sinks: Any, scale: Any) -> Any:
-        return mosaic_gpu.attend(
-            *arrays,
+    def step(pages: Any, new: Any, places: Any, q: Any, batch: Any, window: Any, scale: Any) -> Any:
+        pages = write_pages(pages, *new, *places, k_scale=scale, v_scale=scale)
+        return pages, mosaic_gpu.attend(
+            q,
+            pages,
+            *batch,
             scale=shape.head_dim**-0.5,
             window=window,
             soft_cap=shape.soft_cap,
-            sinks=sinks,
             k_scale=scale,
             v_scale=scale,
-            page_stride=shape.page_stride,
             max_query_len=None if shape.tokens else 1,
+            page_stride=shape.page_stride,
             ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
         )
 
-    arrays = (
+    pool = (2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim)
+    arguments = (
+        like(pool, jnp.dtype(shape.pages or shape.dtype)),
+        [like((tokens, shape.kv_heads, shape.head_dim), jnp.dtype(shape.dtype))] * 2,
+        [like((tokens,), jnp.int32)] * 2,
         like((tokens, shape.heads, shape.head_dim), jnp.dtype(shape.dtype)),
-        like((2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype),
-        like((seqs, 2**15 // shape.page_size), jnp.int32),
-        like((seqs,), jnp.int32),
-        like((seqs + 1,), jnp.int32),
+        [like(of_batch, jnp.int32) for of_batch in ((seqs, 2**15 // shape.page_size), (seqs,), (seqs + 1,))],
+        like((), jnp.int32) if shape.window else None,
+        like((), jnp.float32) if shape.pages else None,
     )
-    window = like((), jnp.int32) if shape.window else None
-    sinks = like((shape.heads,), jnp.float32) if shape.sinks else None
-    scale = like((), jnp.float32) if shape.pages else None
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        jax.jit(attend).lower(arrays, window, sinks, scale).compile()
+        memory = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    pool_bytes = math.prod(pool) * arguments[0].dtype.itemsize
+    if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 10:
+        raise RuntimeError(
+            f"pages are copied: {memory.temp_size_in_bytes} bytes of temporaries for {pool_bytes} of pages"
+        )
 
 
 def main() -> int:
@@ -192,10 +212,10 @@ def main() -> int:
         _compile(SHAPES[args.compile])
         return 0
     rows = check(args.shapes or (QUICK if args.quick else SHAPES))
-    print(f"{'shape':34} {'kernel':16} registers  spills  shared  blocks per SM")
+    print(f"{'shape':38} {'kernel':16} registers  spills  shared  blocks per SM")
     for row in rows:
         numbers = f"{row.registers:9} {row.spill_bytes:7} {row.shared_bytes:7} {row.fitting:14}"
-        print(f"{row.shape:34} {row.kernel:16} {numbers}  {row.fault or ''}")
+        print(f"{row.shape:38} {row.kernel:16} {numbers}  {row.fault or ''}")
     return any(row.fault for row in rows)
 
 
