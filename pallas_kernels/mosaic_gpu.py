@@ -4,11 +4,12 @@ One kernel computes decodes and prefills of a ragged batch. The grid is persiste
 the multiprocessors, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
 warpgroup and goes through its items one after the other:
 
-    q_smem    the item's query rows, row r being head r % group of token r // group; then its output
+    q_smem    the item's query rows, row r being head r % group of token r // group
     kv_smem   a ring of blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
-              page or 64 tokens of a longer one
+              page or 64 tokens of a longer one; in the end the item's output
+    wide_smem for 8-bit pages a block in the queries' dtype, since wgmma multiplies like by like
     loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
-              refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
+              refill the block's place in the ring. The page numbers of the refill are loaded before the wait
 
 64 rows are wgmma's least: a decode fills `group` of them, which by the instructions' count (some 420 a warp for a block)
 should still take less time than reading the keys. An item that lies in one share is final; the pieces of others go to
@@ -215,7 +216,7 @@ def attend(
             interpret=interpret is not None,
         ),
         out_type=(
-            jax.ShapeDtypeStruct(q_rows.shape, q.dtype),
+            float32(q_rows.shape),
             float32((num_tiles, kv_heads, ROWS)),
             float32((2 * ctas, rows, head_dim)),
             float32((2 * ctas, ROWS)),
@@ -245,7 +246,7 @@ def attend(
         kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
     )
     out, lse = collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
-    out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
+    out, lse = finish(out, lse, v_scale, sinks)
     return out.astype(q.dtype), lse
 
 
@@ -260,7 +261,7 @@ def _attend_kernel(
     lse_ref: Any,  # [tiles, kv_heads, ROWS]
     parts_ref: Any,  # [2 * ctas, rows, head_dim]
     parts_lse_ref: Any,  # [2 * ctas, ROWS]
-    kv_or_part_smem: Any,
+    kv_or_out_smem: Any,
     wide_smem: Any,
     q_smem: Any,
     row_smem: Any,
@@ -278,14 +279,12 @@ def _attend_kernel(
     _, kv_heads, rows, head_dim = q_ref.shape
     units, unit = kv_ref.shape[2:4]  # of a page
     page_size = units * unit
-    kv_smem, part_smem = kv_or_part_smem
+    kv_smem, out_smem = kv_or_out_smem
     stages = kv_smem.shape[0]
     short_of_registers = head_dim > 128
     wgmma_layout = plgpu.Layout.WGMMA
     logit_scale = scale if k_scale_ref is None else scale * k_scale_ref[0]
     cta = lax.axis_index("cta")
-    share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
-
     span = BLOCK + (BLOCK // unit - 1) * (page_stride - 1) * unit  # from a block's first key to its last
 
     def keys_of_block(shape: tuple[int, ...], axis: int) -> Array:
@@ -303,8 +302,8 @@ def _attend_kernel(
             tiles_ref[tile, i] for i in range(9)
         )
         item_begin = first_block + head * blocks
-        begin = jnp.maximum(share_begin - item_begin, 0)
-        end = jnp.minimum(share_end - item_begin, blocks)
+        begin = jnp.maximum(ctas_ref[cta, 0] - item_begin, 0)
+        end = jnp.minimum(ctas_ref[cta, 1] - item_begin, blocks)
 
         def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
             """The page of each unit of block i and its place there; past the last unit that one again, masked."""
@@ -403,20 +402,18 @@ def _attend_kernel(
         is_whole = end - begin == blocks
 
         row_smem[...] = lse
+        out_smem[...] = acc
+        plgpu.commit_smem()
 
         @pl.when(is_whole)
         def _final() -> None:
-            q_smem[...] = acc.astype(q_smem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
             plgpu.copy_smem_to_gmem(row_smem, lse_ref.at[tile, head])
 
         @pl.when(jnp.logical_not(is_whole))
         def _piece() -> None:
             part = 2 * cta + (begin == 0)
-            part_smem[...] = acc
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, rows)], parts_ref.at[part])
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], parts_ref.at[part])
             plgpu.copy_smem_to_gmem(row_smem, parts_lse_ref.at[part])
 
         plgpu.wait_smem_to_gmem(0)

@@ -3,14 +3,15 @@
     PYTHONPATH=. python scripts/compile_mosaic_gpu.py [--quick] [SHAPE ...]
 
 needs JAX's CUDA plugin and NVIDIA's compilers in the same environment, but no driver:
-`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Fails
-if a shape does not compile, if a kernel spills registers (latent attention: more than a few), if fewer thread blocks fit a
-multiprocessor than the grid counts on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows
-of a table.
+`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Each
+shape is a step that writes its tokens into donated pages and attends. Fails if one does not compile or copies the pages, if
+a kernel spills registers (latent attention: more than a few), if fewer thread blocks fit a multiprocessor than the grid counts
+on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows of a table.
 """
 
 import argparse
 import functools
+import math
 import os
 import re
 import subprocess
@@ -35,12 +36,15 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 MULTIPROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 233472
 BLOCK_SHARED_BYTES = 1024  # that the system takes of each thread block's
-LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and after the loop over keys
+LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most of them before and after the loop over keys
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence."""
+    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence.
+
+    pages: the dtype of the pages if it is not the queries'.
+    """
 
     heads: int = 32
     kv_heads: int = 8
@@ -53,7 +57,6 @@ class Shape:
     page_stride: int = 1
     window: bool = False
     soft_cap: float | None = None
-    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class LatentShape(Shape):
     seqs: int = 64
 
 
+EVERYTHING: dict[str, Any] = {"seqs": 64, "tokens": 512, "window": True, "soft_cap": 30.0, "page_stride": 4}
 SHAPES = {
     "decode": Shape(),
     "decode, float16": Shape(dtype="float16"),
@@ -81,16 +85,26 @@ SHAPES = {
     "mixed": Shape(seqs=64, tokens=512),
     "mixed, head_dim 64": Shape(seqs=64, tokens=512, head_dim=64),
     "mixed, groups of 7, float16": Shape(seqs=64, tokens=512, heads=28, kv_heads=4, dtype="float16"),
-    "mixed, everything": Shape(seqs=64, tokens=512, page_size=16, window=True, soft_cap=30.0, sinks=True),
-    "mixed, head_dim 64, everything": Shape(
-        seqs=64, tokens=512, head_dim=64, heads=64, page_size=16, window=True, soft_cap=30.0, sinks=True
-    ),
-    "mixed, head_dim 80": Shape(seqs=64, tokens=512, head_dim=80, heads=32, kv_heads=32, soft_cap=30.0, window=True),
-    "mixed, head_dim 96": Shape(seqs=64, tokens=512, head_dim=96, soft_cap=30.0, window=True),
-    "mixed, head_dim 192": Shape(seqs=64, tokens=512, head_dim=192, soft_cap=30.0, window=True),
-    "mixed, head_dim 256": Shape(seqs=64, tokens=512, head_dim=256, soft_cap=30.0, window=True),
+    "mixed, everything": Shape(**EVERYTHING, page_size=16),
+    "mixed, head_dim 64, everything": Shape(**EVERYTHING, head_dim=64, heads=64, page_size=16),
+    "decode, dealt pages": Shape(page_stride=4),
     "decode, int8": Shape(pages="int8"),
+    "decode, int8, head_dim 64": Shape(pages="int8", head_dim=64),
     "decode, fp8": Shape(pages="float8_e4m3fn"),
+    "decode, head_dim 256": Shape(heads=16, head_dim=256),
+    "mixed, head_dim 64, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=64, pages="float8_e4m3fn"),
+    "mixed, head_dim 80, everything": Shape(**EVERYTHING, page_size=8, heads=32, kv_heads=32, head_dim=80),
+    "mixed, head_dim 80, int8, everything": Shape(
+        **EVERYTHING, page_size=8, head_dim=80, pages="int8", dtype="float16"
+    ),
+    "mixed, head_dim 96, everything": Shape(**EVERYTHING, page_size=8, head_dim=96),
+    "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
+    "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
+    "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
+    "mixed, head_dim 192, int8, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192, pages="int8"),
+    "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
+    "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
+    "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
     "latent decode, 16 heads": LatentShape(heads=16, page_size=16),
     "latent decode, 64 heads": LatentShape(heads=64),
@@ -102,7 +116,7 @@ SHAPES = {
     "latent mixed, 16 heads, int8": LatentShape(heads=16, tokens=512, pages="int8", soft_cap=30.0, page_stride=4),
     "latent mixed, 128 heads, float16": LatentShape(heads=128, tokens=512, dtype="float16"),
     "latent mixed, 128 heads, fp8": LatentShape(heads=128, tokens=512, page_size=128, pages="float8_e4m3fn"),
-    "latent prefill of 8192, 64 heads": LatentShape(heads=64, seqs=4, tokens=8192),
+    "latent prefill of 2048, 64 heads": LatentShape(heads=64, seqs=4, tokens=2048),
     "latent mixed, rank 256, RoPE 128": LatentShape(heads=32, head_dim=256, rope_dim=128, tokens=512),
 }
 QUICK = (
@@ -177,40 +191,54 @@ def _compile(shape: Shape) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla
+    from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla, write_latent_pages, write_pages
 
     device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    tokens, seqs = shape.tokens or shape.seqs, shape.seqs
-    num_pages, dtype, pages_dtype = (
-        2**20 // shape.page_size,
-        jnp.dtype(shape.dtype),
-        jnp.dtype(shape.pages or shape.dtype),
-    )
-    q = like((tokens, shape.heads, shape.head_dim), dtype)
+    tokens, seqs, dtype = shape.tokens or shape.seqs, shape.seqs, jnp.dtype(shape.dtype)
     scale = like((), jnp.float32) if shape.pages else None
-    options: dict[str, Any] = {"k_scale": scale}
-    options["page_offset"] = like((seqs,), jnp.int32) if shape.page_stride > 1 else None
     if isinstance(shape, LatentShape):
-        q_rope = like((tokens, shape.heads, shape.rope_dim), dtype)
-        paged = q, q_rope, like((num_pages, shape.page_size, shape.head_dim + shape.rope_dim), pages_dtype)
-        attend = functools.partial(mosaic_gpu_mla.attend, ctas=MULTIPROCESSORS)
+        write, attend = write_latent_pages, functools.partial(mosaic_gpu_mla.attend, ctas=MULTIPROCESSORS)
+        scales, options = {"k_scale": scale}, {}
+        pool = (2**23 // shape.page_size, shape.page_size, shape.head_dim + shape.rope_dim)
+        new = [like((tokens, size), dtype) for size in (shape.head_dim, shape.rope_dim)]
+        q = [like((tokens, shape.heads, size), dtype) for size in (shape.head_dim, shape.rope_dim)]
     else:
-        paged = q, like((num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype)
-        attend = functools.partial(mosaic_gpu.attend, ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS)
-        options["v_scale"] = scale
-        options["window"] = like((), jnp.int32) if shape.window else None
-        options["sinks"] = like((shape.heads,), jnp.float32) if shape.sinks else None
-    attend = functools.partial(
-        attend,
-        scale=shape.head_dim**-0.5,
-        soft_cap=shape.soft_cap,
-        page_stride=shape.page_stride,
-        max_query_len=None if shape.tokens else 1,
-    )
-    batch = like((seqs, 2**15 // shape.page_size), jnp.int32), like((seqs,), jnp.int32), like((seqs + 1,), jnp.int32)
+        ctas = mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS
+        write, attend = write_pages, functools.partial(mosaic_gpu.attend, ctas=ctas)
+        scales, options = (
+            {"k_scale": scale, "v_scale": scale},
+            {"window": like((), jnp.int32) if shape.window else None},
+        )
+        pool = (2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim)
+        new = [like((tokens, shape.kv_heads, shape.head_dim), dtype)] * 2
+        q = [like((tokens, shape.heads, shape.head_dim), dtype)]
+
+    def step(pages: Any, new: Any, places: Any, q: Any, batch: Any, scales: Any, options: Any) -> Any:
+        pages = write(pages, *new, *places, **scales)
+        return pages, attend(
+            *q,
+            pages,
+            *batch,
+            scale=shape.head_dim**-0.5,
+            soft_cap=shape.soft_cap,
+            max_query_len=None if shape.tokens else 1,
+            page_stride=shape.page_stride,
+            **scales,
+            **options,
+        )
+
+    pages = like(pool, jnp.dtype(shape.pages or shape.dtype))
+    places = [like((tokens,), jnp.int32)] * 2
+    batch = [like(of_batch, jnp.int32) for of_batch in ((seqs, 2**15 // shape.page_size), (seqs,), (seqs + 1,))]
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        jax.jit(attend).lower(*paged, *batch, **options).compile()
+        lowered = jax.jit(step, donate_argnums=0).lower(pages, new, places, q, batch, scales, options)
+        memory = lowered.compile().memory_analysis()
+    pool_bytes = math.prod(pool) * pages.dtype.itemsize
+    if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 10:
+        raise RuntimeError(
+            f"pages are copied: {memory.temp_size_in_bytes} bytes of temporaries for {pool_bytes} of pages"
+        )
 
 
 def main() -> int:
@@ -223,10 +251,10 @@ def main() -> int:
         _compile(SHAPES[args.compile])
         return 0
     rows = check(args.shapes or (QUICK if args.quick else SHAPES))
-    print(f"{'shape':36} {'kernel':20} registers  spills  shared  blocks per SM")
+    print(f"{'shape':38} {'kernel':20} registers  spills  shared  blocks per SM")
     for row in rows:
         numbers = f"{row.registers:9} {row.spill_bytes:7} {row.shared_bytes:7} {row.fitting:14}"
-        print(f"{row.shape:36} {row.kernel:20} {numbers}  {row.fault or ''}")
+        print(f"{row.shape:38} {row.kernel:20} {numbers}  {row.fault or ''}")
     return any(row.fault for row in rows)
 
 
