@@ -90,7 +90,6 @@ SHAPES = {
     "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
     "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
     "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
-    "mixed, head_dim 192, int8, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192, pages="int8"),
     "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
     "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
     "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
@@ -135,9 +134,9 @@ def _check_shape(name: str) -> list[Row]:
 
 
 def _read_row(shape: str, report: Path) -> Row:
-    from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
+    from paxserve.pallas_kernels.mosaic_gpu import ctas_per_sm
 
-    kernel = re.sub(r"_\d+$", "", report.stem)
+    of, kernel = SHAPES[shape], re.sub(r"_\d+$", "", report.stem)
     said, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
     registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
@@ -148,7 +147,7 @@ def _read_row(shape: str, report: Path) -> Row:
     if spilled:
         fault = "spills"
     elif kernel == "paged_attention":
-        if fitting < (expected := CTAS_PER_SM[SHAPES[shape].head_dim]):
+        if fitting < (expected := ctas_per_sm(of.head_dim, of.pages or of.dtype)):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
             fault = "no TMA or no wgmma"
@@ -180,7 +179,7 @@ def _compile(shape: Shape) -> None:
             v_scale=scale,
             max_query_len=None if shape.tokens else 1,
             page_stride=shape.page_stride,
-            ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS,
+            ctas=mosaic_gpu.ctas_per_sm(shape.head_dim, pages.dtype) * MULTIPROCESSORS,
         )
 
     pool = (2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim)
