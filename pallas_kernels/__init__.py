@@ -6,6 +6,7 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_pages,
 )
 from paxserve.pallas_kernels.layout import (
     GQASizes,
@@ -15,10 +16,10 @@ from paxserve.pallas_kernels.layout import (
     init_gqa_pages,
     load,
     mla_pages_shape,
+    pairs_latents,
     stacks_kv,
     storage_dtype,
     write_latent_pages,
-    write_pages,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "mla_paged_attention",
     "mla_pages_shape",
     "paged_attention",
+    "pairs_latents",
     "stacks_kv",
     "storage_dtype",
     "supported",

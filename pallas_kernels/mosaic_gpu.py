@@ -31,7 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv, storage_dtype
+from paxserve.pallas_kernels import mosaic_gpu_mla
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv, storage_dtype
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 from paxserve.pallas_kernels.xla import finish
@@ -92,6 +93,30 @@ def paged_attention(
     )
 
 
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    **options: Any,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted."""
+    on_cpu = jax.default_backend() == "cpu"
+    return mosaic_gpu_mla.attend(
+        q_latent,
+        q_rope,
+        load(latent_pages),
+        block_tables,
+        context_lens,
+        query_starts,
+        **options,
+        ctas=INTERPRETED_CTAS if on_cpu else jax.local_devices()[0].core_count,
+        interpret=plgpu.InterpretGPUParams() if on_cpu else None,  # type: ignore[attr-defined]
+    )
+
+
 def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
     """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
     if platform == "cpu":
@@ -107,16 +132,16 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
     for dtype in pages:
         if dtype.name not in EIGHT_BIT and dtype != storage_dtype(queries, platform):
             return f"it does not read {dtype} with {queries} queries"
-    if not isinstance(sizes, GQASizes):
-        return "it does not compute latent attention"
+    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
+        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    if isinstance(sizes, MLASizes):
+        return mosaic_gpu_mla.why_not(sizes)
     if sizes.head_dim not in HEAD_DIMS:
         return f"it computes head_dim {', '.join(map(str, HEAD_DIMS))}, not {sizes.head_dim}"
     if sizes.head_dim > 128 and any(dtype.name in EIGHT_BIT for dtype in pages):
         return f"it has no registers left to convert {pages[0]} pages of head_dim {sizes.head_dim}"
     if sizes.head_dim == 256 and sizes.page_size < 32:
         return f"it has no registers left to read head_dim 256 from pages of fewer than 32 tokens, such as {sizes.page_size}"
-    if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
-        return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
     if sizes.heads // sizes.kv_heads > ROWS:
         return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None

@@ -175,7 +175,16 @@ CHECKS = {
     "latent, decode of 16 heads": Batch([1] * 8, EDGES, heads=16, **LATENT),
     "latent, decode of 128 heads": Batch([1] * 8, EDGES, heads=128, **LATENT),
     "latent, mixed": Batch(**MIXED, heads=16, **LATENT),
+    "latent, mixed, 128 heads, pages of 16": Batch(**MIXED, heads=128, **(LATENT | {"page_size": 16})),
+    "latent, mixed, 48 heads, float16, cap": Batch(
+        **MIXED, heads=48, dtype="float16", **LATENT, options={"soft_cap": 3.0}
+    ),
+    "latent, decode, 100 heads, pages of 8": Batch([1] * 8, EDGES, heads=100, **(LATENT | {"page_size": 8})),
+    "latent, rank 256, RoPE 128": Batch(
+        **MIXED, heads=64, **(LATENT | {"head_dim": 384, "latent_dim": 256, "page_size": 128})
+    ),
     "latent, fp8 pages": Batch(**MIXED, heads=16, pages="float8_e4m3fn", **LATENT),
+    "latent, int8 pages, 128 heads": Batch(**MIXED, heads=128, pages="int8", **LATENT),
 }
 TIMES = {
     "decode 1 x 32768": Batch([1], [32768]),
@@ -191,5 +200,10 @@ TIMES = {
     "prefill 8192": Batch([8192], [8192]),
     "prefill 4 x 2048": Batch([2048] * 4, [2048] * 4),
     "latent, decode 128 x 4096, 16 heads": Batch([1] * 128, [4096] * 128, heads=16, **LATENT),
+    "latent, decode 128 x 4096, 64 heads": Batch([1] * 128, [4096] * 128, heads=64, **LATENT),
     "latent, decode 128 x 4096, 128 heads": Batch([1] * 128, [4096] * 128, heads=128, **LATENT),
+    "latent, decode 128 x 1..8192, 128, fp8": Batch(
+        [1] * 128, ragged(128, 8192), heads=128, pages="float8_e4m3fn", **LATENT
+    ),
+    "latent, prefill 4 x 2048, 128 heads": Batch([2048] * 4, [2048] * 4, heads=128, **LATENT),
 }
