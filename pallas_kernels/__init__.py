@@ -8,6 +8,7 @@ from paxserve.pallas_kernels.api import (
     supported,
     write_pages,
 )
+from paxserve.pallas_kernels.check_batch import check_batch
 from paxserve.pallas_kernels.layout import (
     GQASizes,
     MLASizes,
@@ -26,6 +27,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "GQASizes",
     "MLASizes",
+    "check_batch",
     "choose_implementation",
     "copy_pages",
     "gqa_pages_shape",

@@ -31,6 +31,7 @@ class EngineConfig:
     max_num_batched_tokens: tokens per step and data group at most; longer prompts are prefilled in chunks (default 1024 on
         CPU, else 2048).
     attention: implementation of paged attention, by name; None picks by platform.
+    debug: check block tables and lengths on the host before every step.
     scan_layers: one `lax.scan` over stacked layers instead of unrolled ones; None picks by platform (True on TPU).
     async_scheduling: plan a step while the device still runs the one before it.
     compilation_cache_dir: where compiled programs are kept between runs; None leaves JAX's own setting alone.
@@ -52,6 +53,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     attention: str | None = None
+    debug: bool = False
     scan_layers: bool | None = None
     async_scheduling: bool = True
     compilation_cache_dir: str | None = "~/.cache/paxserve/xla"

@@ -8,6 +8,7 @@ import numpy as np
 from paxserve.buckets import Bucket
 from paxserve.limits import Limits
 from paxserve.pages import NULL_PAGE
+from paxserve.pallas_kernels import check_batch
 from paxserve.request import Request
 from paxserve.sampler import SamplingBatch
 from paxserve.sampling_params import MAX_BIASED_TOKENS
@@ -51,6 +52,22 @@ def pack(plans: Sequence[StepPlan], bucket: Bucket, limits: Limits) -> StepInput
             start += row.count
     arrays["block_tables"] //= ranks
     return StepInputs(**arrays)
+
+
+def check_inputs(inputs: StepInputs, limits: Limits) -> None:
+    """Raises ValueError for inputs that attention must not be given: see `check_batch`."""
+    for group, tokens in enumerate(inputs.tokens):
+        for tables, offset in zip(inputs.block_tables[group], inputs.page_offset[group], strict=True):
+            check_batch(
+                np.asarray(tables),
+                np.asarray(inputs.context_lens[group]),
+                np.asarray(inputs.query_starts[group]),
+                tokens=len(tokens),
+                num_pages=limits.num_pages,
+                page_size=limits.page_size,
+                page_stride=limits.mesh.kv_page,
+                page_offset=np.asarray(offset),
+            )
 
 
 def pack_sampling(plans: Sequence[StepPlan], seqs: int) -> SamplingBatch:

@@ -18,7 +18,7 @@ from paxserve.model_source import ModelSource
 from paxserve.models.config import ModelConfig
 from paxserve.models.config_quantization import check_quantization
 from paxserve.models.kv_shape import kv_shape
-from paxserve.pack import pack, pack_sampling, sampling_key
+from paxserve.pack import check_inputs, pack, pack_sampling, sampling_key
 from paxserve.pallas_kernels import GQASizes, MLASizes, choose_implementation, storage_dtype
 from paxserve.programs import PROMPT_LOGPROB_ROWS, ProgramBuilder, Progress
 from paxserve.sampler import LogprobsBatch, SamplingBatch
@@ -97,7 +97,7 @@ class Runner:
         progress("loading weights", 1, 1)
 
         self._programs = builder.compile(self.limits, progress)
-        self._placed = builder.placed
+        self._placed, self._debug = builder.placed, config.debug
         self.state = builder.init_state(self.limits)
         self._sampling: dict[int, tuple[tuple, SamplingBatch]] = {}
         self._watch = CompileWatch()
@@ -128,7 +128,10 @@ class Runner:
             for request in [request for plan in plans for request in plan.shared]:
                 assert request.slot is not None
                 self._set_history(request.group, request.slot, request.prompt_token_ids)
-            inputs = self._put(pack(plans, bucket, self.limits), INPUTS)
+            inputs = pack(plans, bucket, self.limits)
+            if self._debug:
+                check_inputs(inputs, self.limits)
+            inputs = self._put(inputs, INPUTS)
             sampling = self._pack_sampling(plans, bucket.seqs)
             self.state, outputs = self._programs.steps[bucket](self._params, self.state, inputs, sampling)
             prompt = {
