@@ -1,42 +1,35 @@
-"""Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and says what they use of a multiprocessor.
+"""Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and reads what they use of a multiprocessor.
 
-    PYTHONPATH=. python scripts/compile_mosaic_gpu.py [--quick] [SHAPE ...]
-
-needs JAX's CUDA plugin and NVIDIA's compilers in the same environment, but no driver:
-`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V nvidia-cuda-nvcc nvidia-nvvm`, V being JAX's version. Each
-shape is a step that writes its tokens into donated pages and attends. Fails if one does not compile or copies the pages, if
-a kernel spills registers (latent attention: more than a few), if fewer thread blocks fit a multiprocessor than the grid counts
-on, or if attention's code has no TMA loads and no wgmma. `check` gives the same as rows of a table.
+It takes JAX's CUDA plugin and NVIDIA's compilers, but no driver. Each shape is a step that writes its tokens into donated
+pages and attends. Faulty is one that does not compile or that copies the pages, and a kernel that spills
+registers (latent attention: more than a few), of which fewer thread blocks fit a multiprocessor than the grid counts on, or,
+if it is attention, that has no TMA loads and no wgmma. A process per shape: Mosaic may abort it.
 """
 
-import argparse
 import functools
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-MULTIPROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 233472
-BLOCK_SHARED_BYTES = 1024  # that the system takes of each thread block's
-LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most of them before and after the loop over keys
+import jax
+import jax.numpy as jnp
+from chips import GPUS
+from figures import Figures
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla, write_latent_pages, write_pages
+
+H100 = GPUS["sm_90a"]
+LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and after the loop over keys
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,6 @@ SHAPES = {
     "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
     "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
     "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
-    "mixed, head_dim 192, int8, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192, pages="int8"),
     "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
     "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
     "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
@@ -140,12 +132,21 @@ class Row:
     fitting: int
     fault: str | None
 
+    @property
+    def name(self) -> str:
+        return f"{self.shape}: {self.kernel or 'none'}"
+
+    def figures(self) -> Figures:
+        names = {"registers": "registers", "spill_bytes": "spill_bytes", "shared_bytes": "shared", "fitting": "fitting"}
+        return {name: getattr(self, own) for own, name in names.items()}
+
+
+def compilers() -> dict[str, str]:
+    return {package: version(package) for package in ("jax", "nvidia-cuda-nvcc")}
+
 
 def check(names: Iterable[str] = SHAPES) -> list[Row]:
-    """Compiles each shape in a process of its own, two at a time: one row per kernel.
-
-    Raises RuntimeError with the compiler's words if a shape does not compile.
-    """
+    """Compiles each shape in a process of its own, two at a time: one row per kernel, or one that says why there is none."""
     with ThreadPoolExecutor(2) as pool:
         return [row for rows in pool.map(_check_shape, names) for row in rows]
 
@@ -153,110 +154,90 @@ def check(names: Iterable[str] = SHAPES) -> list[Row]:
 def _check_shape(name: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as dump:
         run = subprocess.run(
-            [sys.executable, __file__, "--compile", name],
+            [sys.executable, __file__, name],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump},
             capture_output=True,
             text=True,
         )
         if run.returncode:
-            raise RuntimeError(f"{name} does not compile for sm_90a:\n{run.stderr[-3000:]}")
+            return [Row(name, "", 0, 0, 0, 0, f"does not compile: {run.stderr.strip()[-2000:]}")]
         return [_read_row(name, report) for report in sorted(Path(dump).glob("*.ptxas"))]
 
 
 def _read_row(shape: str, report: Path) -> Row:
-    from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
-
     kernel = re.sub(r"_\d+$", "", report.stem)
     said, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
     registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
     spilled = max((int(count) for count in re.findall(r"(\d+) bytes spill", said)), default=0)
-    shared = int(re.search(r"smem_scratch_bytes=(\d+)", report.with_suffix(".resources.txt").read_text())[1])  # type: ignore[index]
-    threads = 384 if kernel == LATENT_KERNEL else 128
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
-    fitting = min(by_registers, SHARED_BYTES // (shared + BLOCK_SHARED_BYTES))
+    threads, shared = _LAUNCH.search(report.with_suffix(".mlir-passes.log").read_text()).groups()  # type: ignore[union-attr]
+    by_registers = H100.registers // (-(-registers // 8) * 8 * int(threads))
+    fitting = min(by_registers, H100.shared_bytes // (int(shared) + H100.block_shared_bytes))
     fault = None
     if spilled > (LATENT_SPILL_BYTES if kernel == LATENT_KERNEL else 0):
         fault = "spills"
     elif kernel != "merge_pieces":
-        if fitting < (expected := 1 if kernel == LATENT_KERNEL else CTAS_PER_SM[SHAPES[shape].head_dim]):
+        of = SHAPES[shape]
+        expected = 1 if kernel == LATENT_KERNEL else mosaic_gpu.ctas_per_sm(of.head_dim, of.pages or of.dtype)
+        if fitting < expected and jax.__version_info__ >= (0, 11):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
             fault = "no TMA or no wgmma"
-    return Row(shape, kernel, registers, spilled, shared, fitting, fault)
+    return Row(shape, kernel, registers, spilled, int(shared), fitting, fault)
+
+
+_LAUNCH = re.compile(r"gpu\.launch .*threads\([^)]*\) in \(%\w+ = %c(\d+),.*dynamic_shared_memory_size %c(\d+)_i32")
 
 
 def _compile(shape: Shape) -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
-
-    from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla, write_latent_pages, write_pages
-
-    device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    device = topologies.get_topology_desc(platform="cuda", target_config=H100.config, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    tokens, seqs, dtype = shape.tokens or shape.seqs, shape.seqs, jnp.dtype(shape.dtype)
-    scale = like((), jnp.float32) if shape.pages else None
+    tokens, seqs = shape.tokens or shape.seqs, shape.seqs
+    num_pages = (
+        2 ** (23 if isinstance(shape, LatentShape) else 20) // shape.page_size
+    )  # beside which temporaries are small
+    dtype, pages_dtype = jnp.dtype(shape.dtype), jnp.dtype(shape.pages or shape.dtype)
+    q = like((tokens, shape.heads, shape.head_dim), dtype)
+    scales = {"k_scale": like((), jnp.float32)} if shape.pages else {}
+    options: dict[str, Any] = {"page_offset": like((seqs,), jnp.int32) if shape.page_stride > 1 else None}
+    write: Callable[..., jax.Array]
     if isinstance(shape, LatentShape):
-        write, attend = write_latent_pages, functools.partial(mosaic_gpu_mla.attend, ctas=MULTIPROCESSORS)
-        scales, options = {"k_scale": scale}, {}
-        pool = (2**23 // shape.page_size, shape.page_size, shape.head_dim + shape.rope_dim)
-        new = [like((tokens, size), dtype) for size in (shape.head_dim, shape.rope_dim)]
-        q = [like((tokens, shape.heads, size), dtype) for size in (shape.head_dim, shape.rope_dim)]
+        queries = q, like((tokens, shape.heads, shape.rope_dim), dtype)
+        new = like((tokens, shape.head_dim), dtype), like((tokens, shape.rope_dim), dtype)
+        pages = like((num_pages, shape.page_size, shape.head_dim + shape.rope_dim), pages_dtype)
+        write, attend = write_latent_pages, functools.partial(mosaic_gpu_mla.attend, ctas=H100.multiprocessors)
     else:
-        ctas = mosaic_gpu.CTAS_PER_SM[shape.head_dim] * MULTIPROCESSORS
+        queries, new = (q,), (like((tokens, shape.kv_heads, shape.head_dim), dtype),) * 2
+        pages = like((num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype)
+        ctas = mosaic_gpu.ctas_per_sm(shape.head_dim, pages_dtype) * H100.multiprocessors
         write, attend = write_pages, functools.partial(mosaic_gpu.attend, ctas=ctas)
-        scales, options = (
-            {"k_scale": scale, "v_scale": scale},
-            {"window": like((), jnp.int32) if shape.window else None},
-        )
-        pool = (2**20 // shape.page_size, shape.kv_heads, shape.page_size, 2 * shape.head_dim)
-        new = [like((tokens, shape.kv_heads, shape.head_dim), dtype)] * 2
-        q = [like((tokens, shape.heads, shape.head_dim), dtype)]
+        scales |= {"v_scale": like((), jnp.float32)} if shape.pages else {}
+        options["window"] = like((), jnp.int32) if shape.window else None
 
-    def step(pages: Any, new: Any, places: Any, q: Any, batch: Any, scales: Any, options: Any) -> Any:
+    def step(pages: Any, new: Any, places: Any, queries: Any, batch: Any, scales: Any, options: Any) -> Any:
         pages = write(pages, *new, *places, **scales)
         return pages, attend(
-            *q,
+            *queries,
             pages,
             *batch,
             scale=shape.head_dim**-0.5,
             soft_cap=shape.soft_cap,
-            max_query_len=None if shape.tokens else 1,
             page_stride=shape.page_stride,
-            **scales,
+            max_query_len=None if shape.tokens else 1,
+            **{"k_scale": None} | scales,
             **options,
         )
 
-    pages = like(pool, jnp.dtype(shape.pages or shape.dtype))
-    places = [like((tokens,), jnp.int32)] * 2
-    batch = [like(of_batch, jnp.int32) for of_batch in ((seqs, 2**15 // shape.page_size), (seqs,), (seqs + 1,))]
+    places = (like((tokens,), jnp.int32),) * 2
+    batch = like((seqs, 2**15 // shape.page_size), jnp.int32), like((seqs,), jnp.int32), like((seqs + 1,), jnp.int32)
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        lowered = jax.jit(step, donate_argnums=0).lower(pages, new, places, q, batch, scales, options)
-        memory = lowered.compile().memory_analysis()
-    pool_bytes = math.prod(pool) * pages.dtype.itemsize
-    if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 10:
+        compiled = jax.jit(step, donate_argnums=0).lower(pages, new, places, queries, batch, scales, options).compile()
+    memory: Any = compiled.memory_analysis()
+    pool_bytes = pages.size * pages.dtype.itemsize
+    if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 4:
         raise RuntimeError(
             f"pages are copied: {memory.temp_size_in_bytes} bytes of temporaries for {pool_bytes} of pages"
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("shapes", nargs="*", help="names of shapes; all by default")
-    parser.add_argument("--quick", action="store_true", help="only a few shapes")
-    parser.add_argument("--compile", metavar="SHAPE", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.compile:
-        _compile(SHAPES[args.compile])
-        return 0
-    rows = check(args.shapes or (QUICK if args.quick else SHAPES))
-    print(f"{'shape':38} {'kernel':20} registers  spills  shared  blocks per SM")
-    for row in rows:
-        numbers = f"{row.registers:9} {row.spill_bytes:7} {row.shared_bytes:7} {row.fitting:14}"
-        print(f"{row.shape:38} {row.kernel:20} {numbers}  {row.fault or ''}")
-    return any(row.fault for row in rows)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _compile(SHAPES[sys.argv[1]])
