@@ -66,7 +66,7 @@ class Runner:
         if config.compilation_cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache_dir))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         builder = make_builder(source.config, config, device)
         self.dtype = builder.dtype
         self.scan_layers, self.attention = builder.scan_layers, builder.attention

@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from paxserve.cli import bench, chat, convert, footprint, generate, info
+from paxserve.cli import bench, chat, convert, footprint, generate, info, replay
 
-COMMANDS = (generate, chat, convert, info, footprint, bench)
+COMMANDS = (generate, chat, convert, info, footprint, bench, replay)
 
 EPILOG = """\
 examples:
