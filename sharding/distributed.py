@@ -156,6 +156,7 @@ def _gather(place: Place, timeout: float) -> tuple[list[str], dict[int, socket.s
             f"there are {there}"
         }
     for peer in peers.values():
+        peer.settimeout(None)
         _send(peer, answer)
     if missing:
         raise ClusterError(answer["error"])
@@ -215,8 +216,9 @@ def _receive(peer: socket.socket, timeout: float) -> dict[str, Any] | None:
 def _has_left(peer: socket.socket | None) -> bool:
     if peer is None:
         return False
+    peer.setblocking(False)
     try:
-        return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return peer.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:
