@@ -1,0 +1,106 @@
+"""Several real processes on this machine: the same tokens as one, and none of them hangs when another one dies."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_models import write_random
+from recorded_run import ABORTED, record_run
+
+from paxserve.cli import main
+from paxserve.input_log import read_log
+
+LAUNCH = Path(__file__).parent.parent / "scripts/launch_local"
+PATIENT = 300
+
+
+class Launched:
+    """`scripts/launch_local`, with what it printed and the process ids of its processes."""
+
+    def __init__(self, processes, devices, *command):
+        argv = [sys.executable, LAUNCH, processes, devices, *command]
+        self.process = subprocess.Popen(
+            [str(part) for part in argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        lines = [self.process.stderr.readline() for _ in range(processes)]
+        self.pids = [int(re.fullmatch(r"\[\d+\] is process (\d+)\n", line)[1]) for line in lines]
+
+    def wait(self):
+        """(exit code, standard output, standard error)"""
+        out, err = self.process.communicate(timeout=PATIENT)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_random(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def recorded(model, small_engine, tmp_path_factory):
+    """(log file, outputs by request) of one process on one device."""
+    file = tmp_path_factory.mktemp("log") / "run.jsonl"
+    return file, record_run(model, file, small_engine)
+
+
+@pytest.fixture
+def cache(small_engine):
+    return ["--compilation-cache-dir", small_engine["compilation_cache_dir"]]
+
+
+def tokens(outputs):
+    return {each["request_id"]: [sample["token_ids"] for sample in each["outputs"]] for each in outputs}
+
+
+def test_two_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
+    file, outputs = recorded
+    again = tmp_path / "again.jsonl"
+    code, out, err = Launched(2, 1, "replay", file, "--json", "--record", again, *cache).wait()
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["differences"] == []
+    found = tokens(result["outputs"])
+    assert found.keys() == outputs.keys()
+    for name in outputs.keys() - {ABORTED}:
+        assert found[name] == [sample.token_ids for sample in outputs[name].outputs]
+    # What several processes recorded is repeated by one.
+    assert main(["replay", str(again), *cache]) == 0
+    assert capsys.readouterr().out.endswith(": as recorded\n")
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_process_that_is_killed_ends_the_others(victim, model, cache, tmp_path):
+    """In the middle of a benchmark; the input log then reaches as far as the run."""
+    log = tmp_path / "run.jsonl"
+    engine = {"max-num-seqs": 2, "max-num-batched-tokens": 16, "page-size": 8, "peer-timeout": 120}
+    flags = [str(part) for name, value in engine.items() for part in (f"--{name}", value)]
+    shape = ["--num-prompts", 10**6, "--input-len", "4:4", "--output-len", "100:100", "--concurrency", 2]
+    run = Launched(4, 1, "bench", "throughput", "--model", model, *shape, *flags, "--record", log, *cache)
+    deadline = time.monotonic() + PATIENT
+    while not log.exists() or log.read_text().count('"now"') < 50:
+        assert run.process.poll() is None, run.wait()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(run.pids[victim], signal.SIGKILL)
+    code, out, err = run.wait()
+    assert code in (1, 128 + signal.SIGKILL)
+    message = rf"paxserve: error: process {victim} \(.*\) is gone: its connection broke"
+    assert len(re.findall(message, err)) == 3, err
+    assert out == ""
+    assert len(read_log(log).entries) >= 50
+
+
+def test_a_process_that_is_missing_is_named(model):
+    alone = ["--num-processes", "2", "--start-timeout", "2", "--coordinator-address", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "paxserve", "generate", "--model", model, *alone, "--process-id", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
+    assert done.returncode == 2
+    assert "error: process 1 of 2 did not start within 2 s (start_timeout); there are process 0 (" in done.stderr
