@@ -5,6 +5,7 @@ them ahead of every step, as an entry of the input log. The same entries, from a
 """
 
 import dataclasses
+import json
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -57,12 +58,13 @@ def make_recorder(config: EngineConfig, source: ModelSource, limits: Any, link: 
         "limits": dataclasses.asdict(limits),
         "jax": jax.__version__,
     }
+    header = json.loads(json.dumps(header))  # as the others get it: JSON knows no tuples
     if link is None:
         return InputRecorder(header, file=config.record)
     if link.process_id == 0:
         link.send(header)
         return InputRecorder(header, lambda entry: link.send(entry.to_json()), config.record)
-    _check_header(link.receive(), header)
+    check_header(link.receive(), header)
     return InputRecorder(header, _refuse)
 
 
@@ -126,7 +128,7 @@ def _refuse(entry: Entry) -> None:
     )
 
 
-def _check_header(expected: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+def check_header(expected: Mapping[str, Any], header: Mapping[str, Any]) -> None:
     """Raises ValueError if this process was started otherwise than process 0."""
     expected, found = ({**each, **each["config"], **each["limits"]} for each in (expected, header))
     for name in found.keys() - {"model", "config", "limits"}:

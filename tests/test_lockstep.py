@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from recorded_run import ABORTED, record_run
 
 from paxserve.cli import main
 from paxserve.input_log import read_log
+from paxserve.lockstep import check_header
 
 LAUNCH = Path(__file__).parent.parent / "scripts/launch_local"
 PATIENT = 300
@@ -65,7 +68,7 @@ def test_two_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
     again = tmp_path / "again.jsonl"
     code, out, err = Launched(2, 1, "replay", file, "--json", "--record", again, *cache).wait()
     assert code == 0, err
-    result = json.loads(out)
+    result = json.loads(out.splitlines()[-1])  # gloo may have said something before
     assert result["differences"] == []
     found = tokens(result["outputs"])
     assert found.keys() == outputs.keys()
@@ -80,7 +83,7 @@ def test_two_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
 def test_a_process_that_is_killed_ends_the_others(victim, model, cache, tmp_path):
     """In the middle of a benchmark; the input log then reaches as far as the run."""
     log = tmp_path / "run.jsonl"
-    engine = {"max-num-seqs": 2, "max-num-batched-tokens": 16, "page-size": 8, "peer-timeout": 120}
+    engine = {"max-num-seqs": 2, "max-num-batched-tokens": 8, "page-size": 8, "peer-timeout": 120}
     flags = [str(part) for name, value in engine.items() for part in (f"--{name}", value)]
     shape = ["--num-prompts", 10**6, "--input-len", "4:4", "--output-len", "100:100", "--concurrency", 2]
     run = Launched(4, 1, "bench", "throughput", "--model", model, *shape, *flags, "--record", log, *cache)
@@ -94,8 +97,57 @@ def test_a_process_that_is_killed_ends_the_others(victim, model, cache, tmp_path
     assert code in (1, 128 + signal.SIGKILL)
     message = rf"paxserve: error: process {victim} \(.*\) is gone: its connection broke"
     assert len(re.findall(message, err)) == 3, err
-    assert out == ""
+    assert "tok/s" not in out
     assert len(read_log(log).entries) >= 50
+
+
+SCRIPT = """
+import sys
+from paxserve import LLM, SamplingParams
+
+model, cache, *place = sys.argv[1:]
+names = ("coordinator_address", "num_processes", "process_id")
+place = dict(zip(names, (place[0], int(place[1]), int(place[2]))))
+llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=8, page_size=8, compilation_cache_dir=cache, **place)
+outputs = llm.generate([[5, 6, 7], [9]], SamplingParams(max_tokens=5))
+print("tokens", *[token for output in outputs for token in output.outputs[0].token_ids])
+"""
+
+
+def test_a_script_goes_on_in_the_first_process_only(model, small_engine, tmp_path):
+    """It never closes its engine: that happens at exit, in all processes."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    argv = [sys.executable, script, model, small_engine["compilation_cache_dir"]]
+    alone = subprocess.run([*argv, address, "1", "0"], capture_output=True, text=True, timeout=PATIENT, check=True)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    both = [
+        subprocess.Popen([*argv, address, "2", str(number)], env=environment, stdout=subprocess.PIPE, text=True)
+        for number in (1, 0)
+    ]
+    (follower, _), (leader, _) = [process.communicate(timeout=PATIENT) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert "tokens" not in follower
+    assert leader.splitlines()[-1] == alone.stdout.splitlines()[-1]
+    assert len(alone.stdout.split()) == 11
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"config": {"page_size": 8}}, "page_size is 16 in this process and 8 in process 0"),
+        ({"limits": {"num_pages": 3}}, "num_pages is 5 in this process and 3 in process 0"),
+        ({"fingerprint": "0123"}, "fingerprint is 'abcd' in this process and '0123' in process 0"),
+        ({"model": "/elsewhere/model"}, None),
+    ],
+)
+def test_processes_that_were_started_otherwise_are_refused(theirs, message):
+    ours = {"model": "m", "fingerprint": "abcd", "config": {"page_size": 16}, "limits": {"num_pages": 5}}
+    expected = pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext()
+    with expected:
+        check_header({**ours, **theirs}, ours)
 
 
 def test_a_process_that_is_missing_is_named(model):
