@@ -6,6 +6,7 @@ without saying which; here the time-out names it. The connections stay open as a
 
 import contextlib
 import json
+import math
 import socket
 import time
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def find_place(
             "TPU VMs)"
         )
     if not 0 <= place["process_id"] < place["num_processes"]:
-        raise ValueError(f"process_id={process_id}: must be from 0 to num_processes - 1 = {place['num_processes'] - 1}")
+        raise ValueError(
+            f"process_id={place['process_id']}: must be from 0 to num_processes - 1 = {place['num_processes'] - 1}"
+        )
     return Place(place["coordinator_address"], place["num_processes"], place["process_id"])
 
 
@@ -96,7 +99,7 @@ def join(place: Place, *, start_timeout: float, peer_timeout: float) -> Link:
         place.num_processes,
         place.process_id,
         cluster_detection_method=None if detect_cluster() else "deactivate",
-        initialization_timeout=int(start_timeout),
+        initialization_timeout=math.ceil(start_timeout),
         heartbeat_timeout_seconds=int(100 + 3 * peer_timeout),  # the link must be the first to notice
         shutdown_timeout_seconds=int(100 + 3 * peer_timeout),
     )

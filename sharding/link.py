@@ -133,6 +133,7 @@ class Link:
     def close(self) -> None:
         """Stop watching; call it when all have finished."""
         self.closed = True
+        atexit.unregister(self._leave_early)
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
