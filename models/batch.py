@@ -9,8 +9,16 @@ from jaxtyping import Array, Int
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "token_pages", "token_offsets", "block_tables", "context_lens", "query_starts"],
-    meta_fields=["num_pages", "max_query_len", "attention"],
+    data_fields=[
+        "positions",
+        "token_pages",
+        "token_offsets",
+        "block_tables",
+        "context_lens",
+        "query_starts",
+        "page_offset",
+    ],
+    meta_fields=["num_pages", "page_stride", "max_query_len", "attention"],
 )
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -21,9 +29,12 @@ class AttentionBatch:
 
     positions: each token's position in its sequence.
     token_pages, token_offsets: the page, and the slot in it, that each token's K and V are written to.
-    block_tables: the pages of each sequence in order.
+        On a mesh that splits pages, a token whose page another device holds is written to page 0.
+    block_tables: the pages of each sequence in order; on such a mesh those that this device holds.
     context_lens: tokens of each sequence including this step's.
+    page_offset: of each sequence, the number of its first page in the block table; None for 0.
     num_pages: pages of one layer (static).
+    page_stride: entries of a block table are this many pages apart (static): the devices that a sequence is dealt over.
     max_query_len: upper bound on a sequence's tokens in this step, 1 for a pure decode step (static; None: no bound).
     attention: the attention implementation by name (static; None: chosen by platform).
     """
@@ -35,5 +46,7 @@ class AttentionBatch:
     context_lens: Int[Array, "seqs"]
     query_starts: Int[Array, "seqs_plus_1"]
     num_pages: int
+    page_offset: Int[Array, "seqs"] | None = None
+    page_stride: int = 1
     max_query_len: int | None = None
     attention: str | None = None

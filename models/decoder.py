@@ -17,6 +17,7 @@ from paxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from paxserve.models.moe import MoE
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, rope_table
+from paxserve.sharding import ONE_DEVICE, MeshShape
 
 # A window wider than any context. Layers without a window use it when layers with different windows share one scan.
 NO_WINDOW = 2**30
@@ -69,21 +70,33 @@ class Decoder(nnx.Module):
     XLA makes in a scan on CPU and GPU. Both run the same layer function on the same pages array and give the same numbers.
 
     quantization: "fp8" for layers with kernels in FP8; embedding and output projection are in `dtype` all the same.
+    mesh: what the parameters are to be spread over. Under `jax.shard_map` over it the model works on a device's parts.
     """
 
     attention: ClassVar[type[nnx.Module]]
 
-    def __init__(self, config: ModelConfig, *, dtype: Any, scan_layers: bool, quantization: str | None = None) -> None:
-        declare = Declare(dtype)
+    pages_axes: ClassVar[tuple[str, ...]]
+    """Logical names of the first axes of the pages array; the others are not split."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: Any,
+        scan_layers: bool,
+        quantization: str | None = None,
+        mesh: MeshShape = ONE_DEVICE,
+    ) -> None:
+        declare = Declare(dtype, mesh=mesh)
         self.config, self.scan_layers = config, scan_layers
         self.embed = Embedding(declare, config.vocab_size, config.hidden_size)
         if scan_layers:
             layers = [
-                DecoderLayer(Declare(dtype, run, quantization), config, run.start, self.attention)
+                DecoderLayer(Declare(dtype, run, quantization, mesh), config, run.start, self.attention)
                 for run in config.alike_layers()
             ]
         else:
-            quantized = Declare(dtype, quantization=quantization)
+            quantized = Declare(dtype, None, quantization, mesh)
             layers = [DecoderLayer(quantized, config, index, self.attention) for index in range(config.num_layers)]
         self.layers = nnx.List(layers)
         self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
@@ -92,7 +105,7 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
-        """Shape of the one array that holds every layer's `num_pages` KV pages on a platform."""
+        """Shape of the one array that holds every layer's `num_pages` KV pages on a platform, with all KV heads."""
         raise NotImplementedError
 
     def __call__(
@@ -113,7 +126,7 @@ class Decoder(nnx.Module):
             return self.final_norm(x), kv_pages
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
-        """float32 scores of the next token for rows of hidden states."""
+        """float32 scores of the next token for rows of hidden states, on a mesh for this device's part of the vocabulary."""
         kernel = self.embed.embedding if self.config.tie_word_embeddings else self.lm_head.kernel
         with jax.named_scope("logits"):
             return project(hidden, kernel[...])

@@ -14,9 +14,11 @@ from paxserve.models.config import ModelConfig
 from paxserve.models.decoder import Decoder, KVPages
 from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.layers import Linear, RMSNorm
+from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
-from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, write_latent_pages
+from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, pairs_latents, write_latent_pages
+from paxserve.sharding import axes_size, gather
 
 LATENT_NORM_EPSILON = 1e-6  # whatever a model's rms_norm_eps is, in the released code and in transformers
 
@@ -26,6 +28,9 @@ class LatentAttention(nnx.Module):
 
     kv_b, which expands a latent to a head's key and value, is two parameters: its key half is multiplied into the query
     and its value half into the output, so that the cache is never expanded.
+
+    On a mesh a device projects its own query heads, and attends with all of them to the pages that it holds: the latents,
+    which all heads share, are nowhere twice.
     """
 
     def __init__(self, declare: Declare, config: ModelConfig) -> None:
@@ -84,7 +89,10 @@ class LatentAttention(nnx.Module):
             kv_pages = write_latent_pages(kv_pages, latent, k_rope, batch.token_pages + first_page, batch.token_offsets)
 
         with jax.named_scope("paged_attention"):
-            attended, _ = mla_paged_attention(
+            if axes_size(PAGES) > 1:
+                q = gather(jnp.concatenate([q_latent, q_rope], axis=-1), PAGES, 1)
+                q_latent, q_rope = jnp.split(q, [self.mla.kv_lora_rank], axis=-1)  # of all devices' heads
+            attended, lse = mla_paged_attention(
                 q_latent,
                 q_rope,
                 kv_pages,
@@ -93,8 +101,11 @@ class LatentAttention(nnx.Module):
                 batch.query_starts,
                 scale=self.scale,
                 max_query_len=batch.max_query_len,
+                page_stride=batch.page_stride,
+                page_offset=batch.page_offset,
                 implementation=batch.attention,
-            )  # [tokens, heads, kv_lora_rank]
+            )
+            attended = merge_pages(attended, lse, 1)  # [tokens, heads of this device, kv_lora_rank]
 
         with jax.named_scope("out"):
             v_b = kernel_value(self.v_b, self.v_b_scale)
@@ -105,11 +116,13 @@ class DeepSeek(Decoder):
     """A decoder with latent attention in every layer."""
 
     attention = LatentAttention
+    pages_axes = ("page",)
 
     @staticmethod
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
         assert config.mla is not None
-        return mla_pages_shape(config.num_layers, num_pages, page_size, config.mla.cached_dim)
+        sizes = config.num_layers, num_pages, page_size, config.mla.cached_dim
+        return mla_pages_shape(*sizes, paired=pairs_latents(platform))
 
 
 def _per_head(

@@ -1,5 +1,6 @@
 """The building blocks of a decoder layer. Kernels are out-major: y = x @ kernel.T."""
 
+import itertools
 import math
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.params import Declare, Normal, ones, zeros
+from paxserve.sharding import TENSOR, axes_rank, axes_size, split_over, sum_over
 
 Axes = tuple[str | None, ...]
 
@@ -58,6 +60,9 @@ def _contract(x: Array, kernel: Array) -> Array:
 class Linear(nnx.Module):
     """kernel [*out, *in], in FP8 with kernel_scale beside it, and, if asked for, bias [*out]; maps [tokens, *in] to
     [tokens, *out] in x's dtype.
+
+    On a mesh a device maps its part of the inputs to its part of the outputs; inputs that are split over devices are summed
+    over them, in x's dtype.
     """
 
     def __init__(
@@ -72,22 +77,34 @@ class Linear(nnx.Module):
     ) -> None:
         self.kernel, self.kernel_scale = declare.kernel(out_shape, in_shape, out_axes, in_axes)
         self.bias = declare(out_shape, out_axes, zeros) if use_bias else None
+        self.summed = tuple(itertools.chain(*split_over(in_axes, in_shape, declare.mesh)))
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
         y = project(x, kernel_value(self.kernel, self.kernel_scale))
+        if axes_size(self.summed) > 1:
+            y = sum_over(y.astype(x.dtype), self.summed)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
 class Embedding(nnx.Module):
-    """embedding [vocab, embed]: token ids to vectors; the same table is the output kernel of tied models."""
+    """embedding [vocab, embed]: token ids to vectors; the same table is the output kernel of tied models.
+
+    On a mesh a device looks up the ids of its part of the vocabulary, and the vectors are summed.
+    """
 
     def __init__(self, declare: Declare, vocab_size: int, hidden_size: int) -> None:
         self.embedding = declare((vocab_size, hidden_size), ("vocab", "embed"), Normal(hidden_size))
 
     def __call__(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens embed"]:
-        return jnp.take(self.embedding[...], tokens, axis=0)
+        table = self.embedding[...]
+        if axes_size(TENSOR) == 1:
+            return jnp.take(table, tokens, axis=0)
+        rows = tokens - axes_rank(TENSOR) * len(table)
+        is_own = (rows >= 0) & (rows < len(table))
+        x = jnp.take(table, jnp.where(is_own, rows, 0), axis=0)
+        return sum_over(jnp.where(is_own[:, None], x, 0), TENSOR)
 
 
 class RMSNorm(nnx.Module):

@@ -13,21 +13,26 @@ from paxserve.models.batch import AttentionBatch
 from paxserve.models.config import ModelConfig
 from paxserve.models.decoder import Decoder, KVPages, Window
 from paxserve.models.layers import Linear, RMSNorm
+from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope
 from paxserve.pallas_kernels import gqa_pages_shape, paged_attention, stacks_kv, write_pages
+from paxserve.sharding import gather
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) over paged KV, with one fused projection for q, k and v.
 
     Row g < group of a KV head's projection is its query head g, then come its K and its V.
+
+    On a mesh a device computes its KV heads for the pages that it holds. The projections are split over the devices that
+    share a KV head's pages, too, by the width of the head: each of them has all of q, and a part of the output.
     """
 
     def __init__(self, declare: Declare, config: ModelConfig) -> None:
         self.group, self.head_dim = config.group, config.head_dim
         kv_heads, embed = config.num_kv_heads, config.hidden_size
-        head_axes = ("kv_heads", "group", "head_dim")
+        head_axes = ("kv_heads", "group", "kv_head_dim")
         self.qkv = Linear(
             declare,
             (kv_heads, self.group + 2, self.head_dim),
@@ -56,7 +61,7 @@ class Attention(nnx.Module):
         first_page = layer * batch.num_pages
 
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x)  # [tokens, kv_heads, group + 2, head_dim]
+            qkv = gather(self.qkv(x), PAGES, -1)  # [tokens, kv_heads, group + 2, head_dim]
             q, k, v = jnp.split(qkv, [self.group, self.group + 1], axis=2)
             q = q.reshape(tokens, -1, self.head_dim)  # [tokens, heads, head_dim]
             k, v = k[:, :, 0], v[:, :, 0]  # [tokens, kv_heads, head_dim]
@@ -70,7 +75,7 @@ class Attention(nnx.Module):
             kv_pages = write_pages(kv_pages, k, v, batch.token_pages + first_page, batch.token_offsets)
 
         with jax.named_scope("paged_attention"):
-            attended, _ = paged_attention(
+            attended, lse = paged_attention(
                 q,
                 kv_pages,
                 batch.block_tables + first_page,
@@ -79,17 +84,21 @@ class Attention(nnx.Module):
                 scale=self.head_dim**-0.5,
                 window=window,
                 max_query_len=batch.max_query_len,
+                page_stride=batch.page_stride,
+                page_offset=batch.page_offset,
                 implementation=batch.attention,
             )  # [tokens, heads, head_dim]
+            attended = merge_pages(attended, lse, 2)  # [tokens, heads, head_dim of this device]
 
         with jax.named_scope("out"):
-            return self.out(attended.reshape(tokens, -1, self.group, self.head_dim)), kv_pages
+            return self.out(attended.reshape(tokens, -1, self.group, attended.shape[-1])), kv_pages
 
 
 class Llama(Decoder):
     """A decoder with grouped-query attention in every layer."""
 
     attention = Attention
+    pages_axes = ("page", "kv_heads")
 
     @staticmethod
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:

@@ -15,18 +15,25 @@ from paxserve.models.config import MoEConfig
 from paxserve.models.fp8 import BlockScaled, Kernel, kernel_value
 from paxserve.models.layers import GatedMLP, project, swiglu
 from paxserve.models.params import Declare, Normal, zeros
+from paxserve.sharding import MESH_AXES, TENSOR, axes_rank, axes_size, expert_axes, gather, sum_over, sum_scatter
 
 OUT_MAJOR = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
 )
 
 
+GROUPS = ("data",)
+"""The mesh axis whose devices have different tokens."""
+
+
 class MoE(nnx.Module):
     """Routed experts, each a GatedMLP, and shared ones that see every token: the sum of what they make of it.
 
     router [experts, embed] and score_bias [experts], always float32; gate_up [experts, 2, mlp, embed] and down [experts,
-    embed, mlp]; `shared`, which alone may have biases, is one GatedMLP of the shared experts' joint width. Whole experts
-    are spread over the mesh.
+    embed, mlp]; `shared`, which alone may have biases, is one GatedMLP of the shared experts' joint width.
+
+    On a mesh the experts are spread over all devices, whole ones as far as they go. Each device works on what its experts get
+    of the tokens of all data groups, and what they make of them is summed.
 
     With layers stacked under a scan, the experts' kernels stay whole, and a call says which layer's are meant: a loop
     inside the scan picks single experts, and a layer's slice of the kernels would be copied for it.
@@ -34,14 +41,17 @@ class MoE(nnx.Module):
 
     def __init__(self, declare: Declare, hidden_size: int, moe: MoEConfig, *, shared_bias: bool = False) -> None:
         self.moe = moe
+        self.spread, _ = expert_axes(moe.num_experts, declare.mesh)
         experts, width = moe.num_experts, moe.intermediate_size
         in_float32 = dataclasses.replace(declare, dtype=jnp.float32)
         self.router = in_float32((experts, hidden_size), (None, "embed"), Normal(hidden_size))
         self.score_bias = in_float32((experts,), (None,), zeros) if moe.score_bias else None
         self.gate_up, self.gate_up_scale = declare.kernel(
-            (experts, 2, width), (hidden_size,), ("expert", None, None), ("embed",)
+            (experts, 2, width), (hidden_size,), ("expert", None, "expert_mlp"), ("embed",)
         )
-        self.down, self.down_scale = declare.kernel((experts, hidden_size), (width,), ("expert", "embed"), (None,))
+        self.down, self.down_scale = declare.kernel(
+            (experts, hidden_size), (width,), ("expert", "embed"), ("expert_mlp",)
+        )
         shared = moe.shared_intermediate_size
         self.shared = GatedMLP(declare, hidden_size, shared, use_bias=shared_bias) if shared else None
 
@@ -56,9 +66,14 @@ class MoE(nnx.Module):
             gate_up, down = kernel_value(self.gate_up, self.gate_up_scale), kernel_value(self.down, self.down_scale)
             stack = self.gate_up.layers
             if stack is None:
-                y = apply_experts(x, experts, weights, 0, gate_up[None], down[None])
+                layer, gate_up, down = 0, gate_up[None], down[None]
             else:
-                y = apply_experts(x, experts, weights, layer - stack.start, gate_up, down)
+                layer = layer - stack.start
+            first = axes_rank(self.spread) * gate_up.shape[1]
+            everyones_x, experts, weights = (gather(each, GROUPS, 0) for each in (x, experts, weights))
+            y = apply_experts(everyones_x, experts - first, weights, layer, gate_up, down)
+            if axes_size(MESH_AXES) > 1:
+                y = sum_over(sum_scatter(y.astype(x.dtype), GROUPS, 0), TENSOR).astype(jnp.float32)
         if self.shared is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared(x).astype(jnp.float32)
@@ -99,11 +114,12 @@ def apply_experts(
 ) -> Float[Array, "tokens embed"]:
     """The weighted sum of what each token's experts in `layer` make of it, in float32.
 
-    gate_up [layers, experts, 2, mlp, embed], down [layers, experts, embed, mlp].
+    gate_up [layers, experts, 2, mlp, embed], down [layers, experts, embed, mlp]. Experts that are not among these add 0.
     """
-    chosen = experts.reshape(-1)  # [tokens * k]
+    is_here = (experts >= 0) & (experts < gate_up.shape[1])
+    chosen = jnp.where(is_here, experts, gate_up.shape[1]).reshape(-1)  # [tokens * k]
     order = jnp.argsort(chosen)
-    rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert
+    rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert, the others' last
     sizes = jnp.bincount(chosen, length=gate_up.shape[1]).astype(jnp.int32)
     if isinstance(gate_up, BlockScaled):  # a ragged dot would want all experts dequantised
         y = grouped_in_blocks(rows, sizes, layer, gate_up, down)
@@ -112,7 +128,7 @@ def apply_experts(
             rows, sizes, layer, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
         )
     y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
-    return jnp.sum(y * weights[:, :, None], axis=1)
+    return jnp.sum(jnp.where(is_here[:, :, None], y * weights[:, :, None], 0), axis=1)
 
 
 def grouped_ragged(

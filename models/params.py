@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from paxserve.models.fp8 import FLOAT8, SCALE_SUFFIX, block_size
-from paxserve.sharding import named_sharding
+from paxserve.sharding import ONE_DEVICE, MeshShape, named_sharding, shape_of, split_over
 
 Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
 """(key, shape, dtype) -> values. Hashable, and equal to its like: two builds of one model are the same tree."""
@@ -30,11 +30,13 @@ class Declare:
     `jax.lax.scan` goes over; its `layers` is that range, and None without.
 
     quantization: "fp8" for kernels in FP8 with scales (models/fp8.py), None for kernels in `dtype`.
+    mesh: what the model is to be spread over, for which a block with one scale must lie on one device.
     """
 
     dtype: Any
     stack: range | None = None
     quantization: str | None = None
+    mesh: MeshShape = ONE_DEVICE
 
     def __call__(self, shape: Sequence[int], axes: Sequence[str | None], init: Initializer) -> nnx.Param:
         shape, axes = tuple(shape), tuple(axes)
@@ -61,7 +63,10 @@ class Declare:
         if self.quantization is None:
             return self(shape, axes, Normal(fan_in)), None
         blocks = [1] * len(shape)
-        blocks[len(out_shape) - 1], blocks[-1] = block_size(out_shape[-1], beside), block_size(in_shape[-1])
+        over = split_over(axes, shape, self.mesh)
+        for axis, other in ((len(out_shape) - 1, beside), (len(shape) - 1, 0)):
+            splits = math.prod(getattr(self.mesh, name) for name in over[axis])
+            blocks[axis] = block_size(shape[axis] // splits, other)
         scales = tuple(size // block for size, block in zip(shape, blocks, strict=True))
         in_fp8, in_float32 = (dataclasses.replace(self, dtype=dtype) for dtype in (FLOAT8, jnp.float32))
         return in_fp8(shape, axes, Normal(1)), in_float32(scales, axes, Constant(fan_in**-0.5))
@@ -105,7 +110,9 @@ def random_params(declared: nnx.State, seed: int, mesh: Mesh) -> nnx.State:
         kind = (param.init, param.shape, param.dtype, param.axes)
         if kind not in compiled:
             init, shape, dtype, axes = kind
-            compiled[kind] = jax.jit(lambda key: init(key, shape, dtype), out_shardings=named_sharding(mesh, axes))
+            compiled[kind] = jax.jit(
+                lambda key: init(key, shape, dtype), out_shardings=named_sharding(mesh, axes, shape)
+            )
         return param.replace(compiled[kind](jax.random.fold_in(jax.random.key(seed), index)))
 
     flat = nnx.to_flat_state(declared)
@@ -120,9 +127,22 @@ def count_parameters(declared: nnx.State) -> int:
 
 
 def sharded_shapes(declared: nnx.State, mesh: Mesh) -> nnx.State:
-    """The same tree with the sharding of every parameter in its shape struct."""
+    """The same tree with the sharding of every parameter in its shape struct.
+
+    Raises ValueError if a parameter cannot be split evenly.
+    """
 
     def shard(param: nnx.Variable) -> nnx.Variable:
-        return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.axes)))
+        for size, axis, over in zip(
+            param.shape, param.axes, split_over(param.axes, param.shape, shape_of(mesh)), strict=True
+        ):
+            if size % (parts := math.prod(mesh.shape[name] for name in over)):
+                raise ValueError(
+                    f"mesh {shape_of(mesh)}: {axis!r}, of size {size}, cannot be split evenly over the {parts} devices "
+                    f"along {', '.join(over)}; choose another mesh"
+                )
+        return param.replace(
+            jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.axes, param.shape))
+        )
 
     return jax.tree.map(shard, declared, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -6,7 +6,9 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_pages,
 )
+from paxserve.pallas_kernels.check_batch import check_batch
 from paxserve.pallas_kernels.layout import (
     GQASizes,
     MLASizes,
@@ -15,16 +17,17 @@ from paxserve.pallas_kernels.layout import (
     init_gqa_pages,
     load,
     mla_pages_shape,
+    pairs_latents,
     stacks_kv,
     storage_dtype,
     write_latent_pages,
-    write_pages,
 )
 
 __all__ = [
     "IMPLEMENTATIONS",
     "GQASizes",
     "MLASizes",
+    "check_batch",
     "choose_implementation",
     "copy_pages",
     "gqa_pages_shape",
@@ -33,6 +36,7 @@ __all__ = [
     "mla_paged_attention",
     "mla_pages_shape",
     "paged_attention",
+    "pairs_latents",
     "stacks_kv",
     "storage_dtype",
     "supported",

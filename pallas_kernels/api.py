@@ -1,4 +1,4 @@
-"""The public entry to paged attention: checks the arguments and picks an implementation."""
+"""The public entry to paged attention and to writing pages: checks the arguments and picks an implementation."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, page_size_of
+from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, latent_page_size, page_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -129,9 +129,9 @@ def mla_paged_attention(
     Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
     for one that does not run here or does not read the dtypes.
     """
-    if q_latent.ndim != 3 or latent_pages.ndim != 3 or block_tables.ndim != 2:
+    if q_latent.ndim != 3 or latent_pages.ndim not in (3, 4) or block_tables.ndim != 2:
         raise ValueError(
-            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages [pages, page_size, cached_dim] and "
+            "expected q_latent [tokens, heads, kv_lora_rank], latent_pages of 3 or 4 axes (see layout.py) and "
             f"block_tables [seqs, max_pages], got {q_latent.shape}, {latent_pages.shape} and {block_tables.shape}"
         )
     if q_rope.shape[:-1] != q_latent.shape[:-1] or q_rope.dtype != q_latent.dtype:
@@ -139,15 +139,11 @@ def mla_paged_attention(
             f"q_latent {q_latent.shape} {q_latent.dtype} and q_rope {q_rope.shape} {q_rope.dtype} must be of the same "
             "tokens and heads and of one dtype"
         )
-    if q_latent.shape[-1] + q_rope.shape[-1] != latent_pages.shape[-1]:
-        raise ValueError(
-            f"pages of {latent_pages.shape[-1]} values per token do not fit queries of {q_latent.shape[-1]} latent and "
-            f"{q_rope.shape[-1]} RoPE values"
-        )
+    page_size = latent_page_size(latent_pages, q_latent.shape[-1] + q_rope.shape[-1])
     _check_batch(block_tables.shape[0], context_lens, query_starts, soft_cap, max_query_len, page_stride, page_offset)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
-    sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], latent_pages.shape[1])
+    sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], page_size)
     chosen = choose_implementation(
         implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype, sizes=sizes
     )
@@ -190,6 +186,35 @@ def _check_batch(
         raise ValueError(f"page_stride must be at least 1, got {page_stride}")
     if page_offset is not None and page_offset.shape != (seqs,):
         raise ValueError(f"page_offset must have one page per sequence [{seqs}], got {page_offset.shape}")
+
+
+def write_pages(
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> Num[Array, "pages kv_heads slots width"]:
+    """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
+
+    Several padding tokens may share a slot of the null page; all other slots must be distinct, and tokens of one page must
+    follow one another. Tokens of a page past the last are not written. Quantised pages hold `k / k_scale` and `v / v_scale`,
+    saturated.
+
+    `implementation` is chosen as in `paged_attention`; "mosaic_tpu" has a kernel of its own, the others are a scatter.
+
+    Raises ValueError if the shapes disagree, if int8 pages come without scales, or for an unknown implementation;
+    NotImplementedError for one that does not run here or does not hold such pages.
+    """
+    kv_heads, head_dim = k.shape[1:]
+    sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
+    chosen = choose_implementation(implementation, jax.default_backend(), kv_pages.dtype, sizes=sizes)
+    write = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout").write_pages
+    return write(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
 
 
 def choose_implementation(

@@ -12,11 +12,17 @@ Multi-head latent attention caches one row per token, `latent_pages[layers * pag
 `kv_lora_rank` values, then the key's RoPE part. Every head's keys and values are linear maps of that row, which are
 applied to queries and outputs instead, so that attention reads it as the K of one KV head, and its latent as the V.
 
+*Paired* latent pages, `latent_pages[layers * pages, page_size / 16, 8, 2 * cached_dim]`, hold two tokens in a row: of
+each 16, row `r` has tokens `r` and `r + 8`, their latents, then their RoPE parts. TPUs use them: 2 * (512 + 64) values
+fill lanes of 128 exactly, where 576 would be padded to 640, and 8 rows are the memory tile that XLA lays out arrays of
+any dtype in if it is told so by an axis of 8; else it copies arrays of 8-bit values into it and back for each write.
+
 On CPU bfloat16 pages are stored as their bit patterns in uint16. XLA:CPU rewrites bfloat16 scatters, gathers and slices
 to float32, which converts the WHOLE array around each of them (75 ms instead of 0.04 ms for a decode step's writes into
 a 190 MB cache); on integers they happen in place. `storage_dtype` is the array's dtype, `load` gives values back.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -24,6 +30,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 Scale = float | Float[Array, ""]
+
+PAIR_ROWS = 8  # of a group of paired latents
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,25 @@ def gqa_pages_shape(
     return (num_layers * num_pages, kv_heads, *slots)
 
 
-def mla_pages_shape(num_layers: int, num_pages: int, page_size: int, cached_dim: int) -> tuple[int, int, int]:
+def pairs_latents(platform: str) -> bool:
+    """Whether latent pages are paired on this platform."""
+    return platform == "tpu"
+
+
+def mla_pages_shape(
+    num_layers: int, num_pages: int, page_size: int, cached_dim: int, *, paired: bool = False
+) -> tuple[int, ...]:
     """Shape of the pages array of an MLA model with `cached_dim = kv_lora_rank + qk_rope_head_dim`.
 
-    Raises ValueError if a size is below 1.
+    Raises ValueError if a size is below 1, or if pages to be paired are not of a multiple of 16 tokens.
     """
     _check_sizes(num_layers=num_layers, num_pages=num_pages, page_size=page_size, cached_dim=cached_dim)
-    return (num_layers * num_pages, page_size, cached_dim)
+    if paired and page_size % (2 * PAIR_ROWS):
+        raise ValueError(
+            f"page_size must be a multiple of {2 * PAIR_ROWS} for latent attention on TPU, got {page_size}"
+        )
+    slots = (page_size // (2 * PAIR_ROWS), PAIR_ROWS, 2 * cached_dim) if paired else (page_size, cached_dim)
+    return (num_layers * num_pages, *slots)
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -96,6 +116,36 @@ def split_kv(stored: Num[Array, "*pages slots width"], head_dim: int) -> tuple[N
     if stored.shape[-1] == head_dim:
         return tuple(jnp.split(stored, 2, axis=-2))  # type: ignore[return-value]
     return stored[..., :head_dim], stored[..., head_dim:]
+
+
+def latent_page_size(latent_pages: Num[Array, "pages *slots width"], cached_dim: int) -> int:
+    """Tokens per page. Raises ValueError if the pages do not hold rows of `cached_dim` values."""
+    _, *slots, width = latent_pages.shape
+    if (len(slots), width) not in ((1, cached_dim), (2, 2 * cached_dim)):
+        raise ValueError(f"pages of {(*slots, width)} do not hold latents and RoPE parts of {cached_dim} values")
+    return math.prod(slots) * width // cached_dim
+
+
+def pair(
+    rows: Num[Array, "*pages page_size cached_dim"], kv_lora_rank: int
+) -> Num[Array, "*pages groups 8 two_cached_dim"]:
+    """Paired pages, from a row per token; of a multiple of 16 tokens."""
+    *pages, _, cached_dim = rows.shape
+    first, second = jnp.moveaxis(rows.reshape(*pages, -1, 2, PAIR_ROWS, cached_dim), -3, 0)
+    parts = [half[..., part] for part in (slice(kv_lora_rank), slice(kv_lora_rank, None)) for half in (first, second)]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def latent_rows(
+    stored: Num[Array, "*pages_and_slots width"], kv_lora_rank: int, qk_rope_head_dim: int
+) -> Num[Array, "*pages page_size cached_dim"]:
+    """A row per token, of pages of either kind."""
+    cached_dim = kv_lora_rank + qk_rope_head_dim
+    if stored.shape[-1] == cached_dim:
+        return stored
+    parts = jnp.split(stored, [kv_lora_rank, 2 * kv_lora_rank, kv_lora_rank + cached_dim], axis=-1)
+    rows = jnp.concatenate([jnp.concatenate(parts[half::2], axis=-1) for half in range(2)], axis=-2)
+    return rows.reshape(*stored.shape[:-3], -1, cached_dim)
 
 
 def keys_before(
@@ -143,21 +193,19 @@ def _store(x: Float[Array, "..."], scale: Scale | None, dtype: jax.typing.DTypeL
     return x.astype(dtype)
 
 
-def write_pages(
+def kv_rows(
     kv_pages: Num[Array, "pages kv_heads slots width"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     token_pages: Int[Array, "tokens"],
     token_offsets: Int[Array, "tokens"],
-    *,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-) -> Num[Array, "pages kv_heads slots width"]:
-    """Writes each token's K and V to slot `token_offsets[t]` of page `token_pages[t]`; donate `kv_pages`.
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+) -> tuple[Num[Array, "tokens kv_heads parts width"], Int[Array, "tokens parts"]]:
+    """What `write_pages` writes of each token, as the pages hold it, and in which slots of its page.
 
-    Several padding tokens may share a slot of the null page; all other slots must be distinct. Quantised
-    pages hold `k / k_scale` and `v / v_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
-    come without scales.
+    There is one part, K and V side by side, or K and V if the pages are stacked. Raises ValueError if the shapes disagree
+    or if int8 pages come without scales.
     """
     tokens, kv_heads, head_dim = k.shape
     page_size = page_size_of(kv_pages, head_dim)
@@ -170,35 +218,63 @@ def write_pages(
         raise ValueError("int8 pages need k_scale and v_scale")
     slots, width = kv_pages.shape[2:]
     kv = jnp.stack([_store(k, k_scale, kv_pages.dtype), _store(v, v_scale, kv_pages.dtype)], axis=2)
-    rows = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots + token_offsets[:, None]
-    rows = rows[..., None] + jnp.arange(0, slots, page_size)  # [tokens, kv_heads, 2 if stacked else 1]
-    return _write_rows(kv_pages, rows, kv.reshape(*rows.shape, width))
+    own_slots = token_offsets[:, None] + jnp.arange(0, slots, page_size)
+    return kv.reshape(tokens, kv_heads, -1, width), own_slots
+
+
+def write_pages(
+    kv_pages: Num[Array, "pages kv_heads slots width"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+) -> Num[Array, "pages kv_heads slots width"]:
+    """See `paxserve.pallas_kernels.write_pages`: a scatter, which XLA does in place."""
+    kv, own_slots = kv_rows(kv_pages, k, v, token_pages, token_offsets, k_scale, v_scale)
+    _, kv_heads, slots, _ = kv_pages.shape
+    heads = (token_pages[:, None] * kv_heads + jnp.arange(kv_heads)) * slots  # [tokens, kv_heads]
+    return _write_rows(kv_pages, heads[..., None] + own_slots[:, None], kv)
 
 
 def write_latent_pages(
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     latent: Float[Array, "tokens kv_lora_rank"],
     k_rope: Float[Array, "tokens qk_rope_head_dim"],
     token_pages: Int[Array, "tokens"],
     token_offsets: Int[Array, "tokens"],
     *,
     k_scale: Scale | None = None,
-) -> Num[Array, "pages page_size cached_dim"]:
+) -> Num[Array, "pages *slots width"]:
     """Writes each token's latent and rotated key to slot `token_offsets[t]` of page `token_pages[t]`, as `write_pages`.
 
     Quantised pages hold both divided by `k_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
     come without a scale.
     """
-    tokens, (page_size, cached_dim) = latent.shape[0], latent_pages.shape[1:]
-    if k_rope.shape[0] != tokens or latent.shape[1] + k_rope.shape[1] != cached_dim:
-        raise ValueError(
-            f"latent {latent.shape} and k_rope {k_rope.shape} do not make rows of pages {latent_pages.shape}"
-        )
+    tokens, rank = latent.shape
+    if k_rope.shape[0] != tokens:
+        raise ValueError(f"latent {latent.shape} and k_rope {k_rope.shape} must be of the same tokens")
+    page_size = latent_page_size(latent_pages, rank + k_rope.shape[1])
     _check_places(tokens, token_pages, token_offsets)
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
     row = _store(jnp.concatenate([latent, k_rope], axis=-1), k_scale, latent_pages.dtype)
-    return _write_rows(latent_pages, token_pages * page_size + token_offsets, row)
+    if latent_pages.ndim == 3:
+        return _write_rows(latent_pages, token_pages * page_size + token_offsets, row)
+    # One half of the rows after the other: a token of each half may share a row, and only whole rows are written in place.
+    width = latent_pages.shape[-1]
+    twice = jnp.broadcast_to(row[:, None], (tokens, 2 * PAIR_ROWS, width // 2))
+    new = pair(twice, rank)[:, 0, 0]  # [tokens, width]
+    half_of_column = pair(jnp.arange(2).repeat(PAIR_ROWS)[:, None].repeat(width // 2, axis=1), rank)[0, 0]  # [width]
+    group, half, place = token_offsets // (2 * PAIR_ROWS), token_offsets // PAIR_ROWS % 2, token_offsets % PAIR_ROWS
+    rows = token_pages * (page_size // 2) + group * PAIR_ROWS + place
+    for written in range(2):
+        old = latent_pages.reshape(-1, width)[rows]
+        own = jnp.where(half == written, rows, latent_pages.size // width)  # else past the last: dropped
+        latent_pages = _write_rows(latent_pages, own, jnp.where(half_of_column == written, new, old))
+    return latent_pages
 
 
 def _check_places(tokens: int, token_pages: Int[Array, "tokens"], token_offsets: Int[Array, "tokens"]) -> None:

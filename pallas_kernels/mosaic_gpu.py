@@ -29,16 +29,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import GQASizes, Scale, Sizes, load, split_kv
+from paxserve.pallas_kernels import mosaic_gpu_mla
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv, storage_dtype
+from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
+from paxserve.pallas_kernels.xla import finish
 
 ROWS = 64  # query rows of an item
-STAGES = {64: 3, 128: 2}  # by head_dim: blocks of keys in shared memory
-CTAS_PER_SM = {64: 3, 128: 2}  # by head_dim: thread blocks that fit a multiprocessor's registers and shared memory
-MERGE_UNROLL = 4  # pieces whose loads are in flight together
+CTAS_PER_SM = {64: 3, 80: 2, 96: 2, 128: 2, 192: 1, 256: 1}  # by head_dim, as registers allow
+SHARED_BYTES = 233472  # of a multiprocessor
+OTHER_SHARED_BYTES = 5120  # of a thread block, beside its queries and keys: barriers, alignment, what the system takes
+EIGHT_BIT = ("int8", "float8_e4m3fn")  # pages that are converted to the queries' dtype, block by block
+MAX_STAGES = 4  # blocks of keys in shared memory
 INTERPRETED_CTAS = 5
 LOG2E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -59,14 +63,7 @@ def paged_attention(
     page_stride: int,
     page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted.
-
-    Raises NotImplementedError for scaled pages.
-    """
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read scaled pages; use 'xla'")
-    if page_stride > 1:
-        raise NotImplementedError("attention implementation 'mosaic_gpu' does not read dealt pages; use 'xla'")
+    """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted."""
     interpret, ctas = None, INTERPRETED_CTAS
     if jax.default_backend() == "cpu":
         interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
@@ -84,9 +81,37 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_query_len=max_query_len,
+        page_stride=page_stride,
+        page_offset=page_offset,
         ctas=ctas,
         interpret=interpret,
+    )
+
+
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages page_size cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    **options: Any,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted."""
+    on_cpu = jax.default_backend() == "cpu"
+    return mosaic_gpu_mla.attend(
+        q_latent,
+        q_rope,
+        load(latent_pages),
+        block_tables,
+        context_lens,
+        query_starts,
+        **options,
+        ctas=INTERPRETED_CTAS if on_cpu else jax.local_devices()[0].core_count,
+        interpret=plgpu.InterpretGPUParams() if on_cpu else None,  # type: ignore[attr-defined]
     )
 
 
@@ -99,16 +124,22 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
         return f"it runs on Hopper GPUs, not on {platform}"
     elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
         return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
-    stored = "uint16" if platform == "cpu" else "bfloat16"
-    for dtype in dtypes:
-        if jnp.dtype(dtype).name not in ("bfloat16", "float16", stored):
-            return f"it does not read {jnp.dtype(dtype).name}"
-    if not isinstance(sizes, GQASizes):
-        return "it does not compute latent attention"
-    if sizes.head_dim not in STAGES:
-        return f"it computes head_dim 64 and 128, not {sizes.head_dim}"
+    queries, *pages = (jnp.dtype(dtype) for dtype in dtypes)
+    if queries.name not in ("bfloat16", "float16"):
+        return f"it does not read {queries}"
+    for dtype in pages:
+        if dtype.name not in EIGHT_BIT and dtype != storage_dtype(queries, platform):
+            return f"it does not read {dtype} with {queries} queries"
     if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
         return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
+    if isinstance(sizes, MLASizes):
+        return mosaic_gpu_mla.why_not(sizes)
+    if sizes.head_dim not in CTAS_PER_SM:
+        return f"it computes head_dim {', '.join(map(str, CTAS_PER_SM))}, not {sizes.head_dim}"
+    if sizes.head_dim == 256 and any(dtype.name in EIGHT_BIT for dtype in pages):
+        return f"it has no registers left to convert {pages[0]} pages of head_dim 256"
+    if sizes.head_dim == 256 and sizes.page_size < 32:
+        return f"it has no registers left to read head_dim 256 from pages of fewer than 32 tokens, such as {sizes.page_size}"
     if sizes.heads // sizes.kv_heads > ROWS:
         return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
@@ -116,7 +147,7 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
 
 def attend(
     q: Float[Array, "tokens heads head_dim"],
-    kv_pages: Float[Array, "pages kv_heads page_size two_head_dim"],
+    kv_pages: Num[Array, "pages kv_heads page_size two_head_dim"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -125,7 +156,11 @@ def attend(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
     ctas: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
@@ -135,31 +170,39 @@ def attend(
     group = heads // kv_heads
     tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
     rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
-    unit, stages = min(page_size, BLOCK), STAGES[head_dim]
+    unit = min(page_size, BLOCK)
+    widens = kv_pages.dtype.itemsize == 1
     schedule = make_schedule(
         context_lens,
         query_starts,
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
+        page_size=page_size,
         unit=unit,
         window=window,
+        page_stride=page_stride,
+        page_offset=page_offset,
         ctas=ctas,
     )
     num_tiles = len(schedule.tiles)
+    shared = SHARED_BYTES // CTAS_PER_SM[head_dim] - OTHER_SHARED_BYTES
+    shared -= (ROWS * head_dim + widens * BLOCK * width) * q.dtype.itemsize
+    stages = min(shared // (BLOCK * width * kv_pages.dtype.itemsize), MAX_STAGES)
 
     token = schedule.first_token[:, None] + jnp.arange(rows) // group  # [tiles, rows]
     by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
     q_rows = by_head[:, jnp.minimum(token, tokens - 1), jnp.arange(rows) % group]  # [kv_heads, tiles, rows, head_dim]
     q_rows = q_rows.swapaxes(0, 1)
-    sink_rows = None
-    if sinks is not None:
-        sink_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), -(-ROWS // group))[:, :ROWS] * LOG2E
 
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
-    def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = q.dtype, columns: int = 64) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+    def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, part: int = head_dim) -> Any:
+        """Shared memory whose slices of `part` columns TMA, wgmma and registers can reach."""
+        itemsize = jnp.dtype(dtype).itemsize
+        columns = math.gcd(part, 128 // itemsize)
+        transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     out, lse, parts, parts_lse = plgpu.kernel(
         functools.partial(
@@ -168,6 +211,7 @@ def attend(
             scale=scale,
             soft_cap=soft_cap,
             has_window=window is not None,
+            page_stride=page_stride,
             interpret=interpret is not None,
         ),
         out_type=(
@@ -178,45 +222,38 @@ def attend(
         ),
         scratch_types=[
             plgpu.RefUnion(
-                swizzled((stages, BLOCK, width)),
-                swizzled((ROWS, head_dim), dtype=jnp.float32, columns=32),
+                swizzled((stages, BLOCK, width), kv_pages.dtype, math.gcd(width, 64) if widens else head_dim),
+                swizzled((ROWS, head_dim), jnp.float32),
             ),
-            swizzled((ROWS, head_dim)),
+            swizzled((BLOCK, width), q.dtype) if widens else None,
+            swizzled((ROWS, head_dim), q.dtype),
             plgpu.SMEM((ROWS,), jnp.float32),
-            swizzled((ROWS, BLOCK)) if interpret is not None else None,
-            plgpu.Barrier(num_arrivals=1 if sinks is None else 2),
+            swizzled((ROWS, BLOCK), q.dtype, BLOCK) if interpret is not None else None,
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=BLOCK // unit, num_barriers=stages),
         ],
         grid=(ctas,),
         grid_names=("cta",),
         kernel_name="paged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({} if interpret is None else {"interpret": interpret}),
+        **kernel_options(interpret),
     )(
         schedule.tiles,
         schedule.ctas,
         block_tables,
-        sink_rows,
+        None if k_scale is None else jnp.asarray(k_scale, jnp.float32).reshape(1),
         q_rows,
         kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
     )
-    merged, merged_lse = _merge(schedule.ctas, parts, parts_lse[:, :rows], q.dtype, interpret)
-
-    # Of each token's heads the rows, from an item's own output or from the merged pieces.
-    tile = schedule.tile[:, None]
-    kv_head, in_group = jnp.divmod(jnp.arange(heads), group)
-    row = schedule.row[:, None] * group + in_group  # [tokens, heads]
-    cut_by = schedule.cut_by.reshape(num_tiles, kv_heads)[tile, kv_head]
-    out = jnp.where((cut_by < 0)[..., None], out[tile, kv_head, row], merged[cut_by, row])
-    lse = jnp.where(cut_by < 0, lse[tile, kv_head, row], merged_lse[cut_by, row])
-    return jnp.where(tile[..., None] < 0, 0, out), jnp.where(tile < 0, -jnp.inf, lse)
+    out, lse = collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
+    out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
+    return out.astype(q.dtype), lse
 
 
 def _attend_kernel(
-    tiles_ref: Any,  # [tiles, 7]
+    tiles_ref: Any,  # [tiles, 9]
     ctas_ref: Any,  # [ctas, 5]
     tables_ref: Any,  # [seqs, max_pages]
-    sinks_ref: Any,  # [kv_heads, ROWS], in base 2, or None
+    k_scale_ref: Any,  # [1] or None
     q_ref: Any,  # [tiles, kv_heads, rows, head_dim]
     kv_ref: Any,  # [pages, kv_heads, units, unit, 2 * head_dim]
     out_ref: Any,  # [tiles, kv_heads, rows, head_dim]
@@ -224,6 +261,7 @@ def _attend_kernel(
     parts_ref: Any,  # [2 * ctas, rows, head_dim]
     parts_lse_ref: Any,  # [2 * ctas, ROWS]
     kv_or_part_smem: Any,
+    wide_smem: Any,
     q_smem: Any,
     row_smem: Any,
     p_smem: Any,
@@ -234,15 +272,26 @@ def _attend_kernel(
     scale: float,
     soft_cap: float | None,
     has_window: bool,
+    page_stride: int,
     interpret: bool,
 ) -> None:
     _, kv_heads, rows, head_dim = q_ref.shape
     units, unit = kv_ref.shape[2:4]  # of a page
+    page_size = units * unit
     kv_smem, part_smem = kv_or_part_smem
     stages = kv_smem.shape[0]
+    short_of_registers = head_dim > 128
     wgmma_layout = plgpu.Layout.WGMMA
+    logit_scale = scale if k_scale_ref is None else scale * k_scale_ref[0]
     cta = lax.axis_index("cta")
     share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
+
+    span = BLOCK + (BLOCK // unit - 1) * (page_stride - 1) * unit  # from a block's first key to its last
+
+    def keys_of_block(shape: tuple[int, ...], axis: int) -> Array:
+        """How far each key of a block is from its first: the block's units may be of pages that are far apart."""
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wgmma_layout)
+        return key if page_stride == 1 else key + lax.div(key, jnp.int32(unit)) * ((page_stride - 1) * unit)
 
     def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
         return lax.broadcast_in_dim(x, shape, [0])
@@ -250,16 +299,25 @@ def _attend_kernel(
     @pl.loop(ctas_ref[cta, 2], ctas_ref[cta, 3])
     def _item(item: Array) -> None:
         tile, head = lax.div(item, jnp.int32(kv_heads)), lax.rem(item, jnp.int32(kv_heads))
-        seq, first_block, blocks, first_unit, position, end_key, first_key = (tiles_ref[tile, i] for i in range(7))
+        seq, first_block, blocks, first_unit, last_unit, position, end_key, first_key, page_offset = (
+            tiles_ref[tile, i] for i in range(9)
+        )
         item_begin = first_block + head * blocks
         begin = jnp.maximum(share_begin - item_begin, 0)
         end = jnp.minimum(share_end - item_begin, blocks)
-        last_unit = lax.div(end_key - 1, jnp.int32(unit))
 
         def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
             """The page of each unit of block i and its place there; past the last unit that one again, masked."""
             index = [jnp.minimum(first_unit + i * (BLOCK // unit) + j, last_unit) for j in range(BLOCK // unit)]
             return tuple((tables_ref[seq, lax.div(x, jnp.int32(units))], lax.rem(x, jnp.int32(units))) for x in index)
+
+        def first_key_of(i: Array) -> Array:
+            """The position of block i's first key."""
+            x = first_unit + i * (BLOCK // unit)
+            if page_stride == 1:
+                return x * unit
+            page, place = lax.div(x, jnp.int32(units)), lax.rem(x, jnp.int32(units))
+            return (page_offset + page * page_stride) * page_size + place * unit
 
         def fetch(i: Array, places: tuple[tuple[Array, Array], ...]) -> None:
             slot = lax.rem(i, jnp.int32(stages))
@@ -268,8 +326,6 @@ def _attend_kernel(
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
 
         plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
-        if sinks_ref is not None:
-            plgpu.copy_gmem_to_smem(sinks_ref.at[head], row_smem, q_barrier)
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
         def _fill(i: Array) -> None:
@@ -278,19 +334,25 @@ def _attend_kernel(
         plgpu.barrier_wait(q_barrier)
 
         def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            acc, top, total, refill = carry
-            next_refill = locate(i + stages + 1)
+            acc, top, total = carry
+            refill = None if short_of_registers else locate(i + stages)
             slot = lax.rem(i, jnp.int32(stages))
-            block_key = first_unit * unit + i * BLOCK
+            block_key = first_key_of(i)
             plgpu.barrier_wait(kv_barriers.at[slot])
-            k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
-            v = kv_smem.at[slot, :, pl.ds(head_dim, head_dim)]
+            kv = kv_smem.at[slot]
+            if wide_smem is not None:
+                _widen(kv, wide_smem)
+                kv = wide_smem
+            k, v = kv.at[:, pl.ds(0, head_dim)], kv.at[:, pl.ds(head_dim, head_dim)]
 
-            @pl.when(block_key + BLOCK > end_key)
+            @pl.when(block_key + span > end_key)
             def _clear_past_end() -> None:
-                key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, head_dim), 0, layout=wgmma_layout)
-                values = plgpu.layout_cast(v[...], wgmma_layout)
-                v[...] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
+                tile = math.gcd(head_dim, 64)
+                key = keys_of_block((BLOCK, tile), 0)
+                for column in range(0, head_dim, tile):
+                    columns = pl.ds(column, tile)
+                    values = plgpu.layout_cast(v[:, columns], wgmma_layout)
+                    v[:, columns] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
             if interpret:  # the interpreter does not look for races of wgmma's operands: read them
@@ -302,46 +364,41 @@ def _attend_kernel(
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
             if soft_cap is None:
-                s *= scale * LOG2E
+                s *= logit_scale * LOG2E
             else:  # tanh by exp2: the hardware's own is good to 11 bits
-                s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E * scale / soft_cap)) + 1))
+                s = soft_cap * LOG2E * (1 - 2 / (jnp.exp2(s * (2 * LOG2E / soft_cap * logit_scale)) + 1))
 
             def mask(s: Array) -> Array:
-                row, column = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=wgmma_layout) for axis in (0, 1))
+                row, key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=wgmma_layout), keys_of_block(s.shape, 1)
                 token = lax.div(row, jnp.int32(group))
-                visible = column - token <= position - block_key
+                visible = key <= token + (position - block_key)
                 if has_window:
-                    visible &= column - token >= first_key - block_key
+                    visible &= key >= token + (first_key - block_key)
                 return jnp.where(visible, s, -jnp.inf)
 
-            masked = block_key + BLOCK > position + 1
+            masked = block_key + span > position + 1
             if has_window:
                 masked |= block_key < first_key + ROWS // group
-            s = lax.cond(masked, mask, lambda s: s, s)
+            s = mask(s) if short_of_registers else lax.cond(masked, mask, lambda s: s, s)
             new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
             fade = jnp.exp2(top - new_top)
             p = jnp.exp2(s - over_rows(new_top, s.shape))
             total = total * fade + p.sum(axis=1)
             acc *= over_rows(fade, acc.shape)
-            acc = _add_weighted(acc, p.astype(kv_smem.dtype), v, p_smem)
+            acc = _add_weighted(acc, p.astype(q_smem.dtype), v, p_smem)
 
             @pl.when(i + stages < end)
             def _refill() -> None:
-                fetch(i + stages, refill)
+                fetch(i + stages, refill or locate(i + stages))
 
-            return acc, new_top, total, next_refill
+            return acc, new_top, total
 
         top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
         total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), ROW_LAYOUT)
-        if sinks_ref is not None:  # as a key without a value before the first
-            sinks = plgpu.layout_cast(row_smem[...], ROW_LAYOUT)
-            sinks += jnp.where(begin == 0, 0.0, -jnp.inf)
-            top = jnp.maximum(top, jnp.round(sinks))
-            total += jnp.exp2(sinks - top)
         acc = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0.0, jnp.float32), wgmma_layout)
-        acc, top, total, _ = lax.fori_loop(begin, end, step, (acc, top, total, locate(begin + stages)))
+        acc, top, total = lax.fori_loop(begin, end, step, (acc, top, total))
 
-        acc /= over_rows(jnp.where(total > 0, total, 1.0), acc.shape)
+        acc *= over_rows(1 / jnp.where(total > 0, total, 1.0), acc.shape)
         lse = (top + jnp.log2(total)) / LOG2E
         is_whole = end - begin == blocks
 
@@ -365,6 +422,21 @@ def _attend_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
+def _widen(stored: Any, wide: Any) -> None:
+    """Writes 8-bit K and V to `wide`, in its dtype."""
+    width = stored.shape[1]
+    step = math.gcd(width, 64)
+    for column in range(0, width, step):
+        columns = pl.ds(column, step)
+        values = plgpu.layout_cast(stored[:, columns], plgpu.Layout.WGMMA_8BIT)
+        if stored.dtype != jnp.int8:  # of the conversions from fp8 the hardware has this one
+            values = values.astype(jnp.float16)
+            if wide.dtype != jnp.float16:
+                values = values.astype(jnp.float32)
+        wide[:, columns] = values.astype(wide.dtype)
+    plgpu.commit_smem()
+
+
 def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
     """`acc + p @ v`. The interpreter knows neither wgmma with a left operand in registers nor a filled accumulator."""
     if p_smem is None:
@@ -377,62 +449,3 @@ def _add_weighted(acc: Array, p: Array, v: Any, p_smem: Any) -> Array:
         return product_acc[...]
 
     return acc + pl.run_scoped(product, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
-
-
-def _merge(
-    ctas: Int[Array, "ctas 5"],
-    parts: Float32[Array, "parts rows head_dim"],
-    lse: Float32[Array, "parts rows"],
-    dtype: jax.typing.DTypeLike,
-    interpret: Any,
-) -> tuple[Float[Array, "ctas rows head_dim"], Float32[Array, "ctas rows"]]:
-    """Output and log-sum-exp of the cut item that begins with each thread block; rubbish where there is none."""
-    num_ctas, (rows, head_dim) = len(ctas), parts.shape[1:]
-    chunks, chunk = rows // 8, 8 * head_dim  # of 8 rows, one for each thread block
-    lse = jnp.broadcast_to(lse[..., None], parts.shape)  # beside every value: the merge is then elementwise
-    out, out_lse = plgpu.kernel(
-        _merge_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), dtype),
-            jax.ShapeDtypeStruct((num_ctas, chunks, chunk), jnp.float32),
-        ),
-        grid=(num_ctas, chunks),
-        grid_names=("cta", "chunk"),
-        kernel_name="merge_pieces",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(ctas, parts.reshape(-1, chunks, chunk), lse.reshape(-1, chunks, chunk))
-    return out.reshape(num_ctas, rows, head_dim), out_lse.reshape(num_ctas, rows, head_dim)[..., 0]
-
-
-def _merge_kernel(ctas_ref: Any, parts_ref: Any, lse_ref: Any, out_ref: Any, out_lse_ref: Any) -> None:
-    cta, chunk = lax.axis_index("cta"), lax.axis_index("chunk")
-    pieces = ctas_ref[cta, 4]
-
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = carry
-        loaded = []
-        for j in range(MERGE_UNROLL):
-            piece = i * MERGE_UNROLL + j
-            part = jnp.maximum(2 * (cta + jnp.minimum(piece, pieces - 1)), 2 * cta + 1)
-            lse = lse_ref[part, chunk] + jnp.where(piece < pieces, 0.0, -jnp.inf)
-            loaded.append((lse, parts_ref[part, chunk]))
-        new_top = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), top)
-        fade = jnp.exp(top - new_top)
-        total, acc = total * fade, acc * fade
-        for lse, part in loaded:
-            weight = jnp.exp(lse - new_top)
-            total, acc = total + weight, acc + weight * part
-        return new_top, total, acc
-
-    @pl.when(pieces > 0)
-    def _merge_item() -> None:
-        shape = out_ref.shape[2:]
-        top, total, acc = lax.fori_loop(
-            0,
-            lax.div(pieces + (MERGE_UNROLL - 1), jnp.int32(MERGE_UNROLL)),
-            step,
-            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
-        )
-        out_ref.at[cta, chunk][...] = (acc / total).astype(out_ref.dtype)
-        out_lse_ref.at[cta, chunk][...] = top + jnp.log(total)

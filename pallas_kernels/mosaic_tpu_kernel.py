@@ -5,9 +5,17 @@ or those of a run of a prompt's tokens. A grid step computes `Shape.tiles` of th
 so that the chains matmul - maximum - exp - matmul of tiles and heads, which depend on nothing of each other, overlap.
 Steps are as many as have work: the grid's size is a value of the batch.
 
-Loop. A step walks over blocks of `block_pages` pages, aligned in the sequence, from each tile's first page (a sliding
+Loop. A step walks over blocks of `block_pages` pages, aligned in the block table, from each tile's first page (a sliding
 window's) to its last: as many as its longest tile has. Running maximum, sum and output of the online softmax
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
+
+Pipeline. The chain of a tile of many rows is long enough to keep all units busy, but only one after the other. It is cut
+into three stages, logits - weights - output, with VMEM buffers between them, and the work into *units*, one KV head's
+`keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before; that
+goes on across blocks, so that a block is in use until the next one's first units are through. A turn is `turn` units.
+
+Dealt pages. If only every `stride`-th page of a sequence is in its block table, positions are counted from the first of
+them: entry `i` holds the keys from `i * stride * page_size` on. A tile may see none of them, its row's sums are then 0.
 
 Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, where `slot` counts blocks over the whole grid:
 a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. A semaphore per slot counts the
@@ -33,8 +41,11 @@ TABLE_ROW = 128  # entries of a block table that lie in a row of lanes
 ISSUE = 8  # page copies started per turn of a loop
 MASKED = -1e30  # a hidden logit
 LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
+TINY = 1e-30
+PIPELINE_ROWS = 32  # that a stage of the pipeline computes at a time
 VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
 LANES = 128
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class Shape:
     block_pages: pages per block, a power of two.
     keys: keys that are computed at a time, a divisor of a block's.
     slots: blocks in VMEM.
+    stride: which pages of a sequence the block tables hold, the first and every `stride`-th after it.
+    turn: units of a pipeline's turn, an even divisor of a block's KV heads times pieces; 0 computes without a pipeline.
     """
 
     rows: int
@@ -57,6 +70,8 @@ class Shape:
     block_pages: int
     keys: int
     slots: int
+    stride: int = 1
+    turn: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +79,9 @@ class Shape:
 class Work:
     """What the tiles are, tile `i` being number `i % tiles` of step `i // tiles`. All arrays but the last are [tiles].
 
-    seq: its row of the block tables. position: of its row 0; negative if that row belongs to another sequence.
-    first_key, end_key: the range of keys that its rows see; empty for a tile without work.
+    seq: its row of the block tables. position: of its row 0, or where it would be.
+    first_key, end_key: the range of keys that its rows see; empty for a tile without work. These three are counted from
+        the sequence's first page in the block table, and negative before it.
     first_row, end_row: the range of rows that are its sequence's.
     query_block [steps]: which rows of queries and output a step reads and writes, ascending.
     steps: the number of steps with work; the arrays may be longer.
@@ -107,7 +123,9 @@ def attend(
     values = slice(key_dim, width) if key_dim < width else slice(0, width)
     value_dim = values.stop - values.start
     block_pages, tiles, rows, group = shape.block_pages, shape.tiles, shape.rows, shape.group
-    block_keys = block_pages * page_size
+    page_step = page_size * shape.stride  # from a page's first key to the next page's
+    pieces = block_pages * page_size // shape.keys
+    piece_pages = block_pages // pieces
     blocks_per_refill = TABLE_ROW // block_pages
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -115,7 +133,7 @@ def attend(
     def kernel(
         items: Any, counts: Any, query_block: Any, limit: Any, factor: Any, tables: Any, q_ref: Any, pages: Any,
         out: Any, lse: Any, ids: Any, kv: Any, top: Any, total: Any, acc: Any, cursor: Any, first_page: Any, end_page: Any,
-        full: Any, ids_sem: Any, kv_sem: Any,
+        full: Any, ids_sem: Any, kv_sem: Any, *stages: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step, steps = pl.program_id(0), pl.num_programs(0)
@@ -163,7 +181,8 @@ def attend(
                 pl.loop(0, turns)(start_turn)
                 pl.loop(first + turns * ISSUE, end)(start_page)
 
-            return (first == 0) & (field(END_KEY, item) >= (block + 1) * block_keys)
+            last_key = ((block + 1) * block_pages - 1) * page_step + page_size - 1
+            return (first == 0) & (field(END_KEY, item) > last_key)
 
         def fetch() -> None:
             """Start the copies of the block at the cursor, and move the cursor on."""
@@ -199,20 +218,70 @@ def attend(
             """Zero the V of the part of a tile's block that was not read or is not used."""
             first, end = first_page[slot * tiles + tile], end_page[slot * tiles + tile]
 
-            @pl.when(end > 0)
-            def _() -> None:
-                def clear_page(page: Array) -> None:
-                    kv[slot, tile, page, :, :, values] = jnp.zeros((kv_heads, page_size, value_dim), kv.dtype)
+            def clear_page(page: Array) -> None:
+                kv[slot, tile, page, :, :, values] = jnp.zeros((kv_heads, page_size, value_dim), kv.dtype)
 
+            @pl.when((end > 0) | bool(shape.turn))
+            def _() -> None:
                 pl.loop(0, first)(clear_page)
                 pl.loop(end, block_pages)(clear_page)
-                used = field(END_KEY, item) - ((first_block(item) + number) * block_pages + end - 1) * page_size
+
+            @pl.when(end > 0)
+            def _() -> None:
+                used = field(END_KEY, item) - ((first_block(item) + number) * block_pages + end - 1) * page_step
                 row = lax.broadcasted_iota(jnp.int32, (kv_heads, page_size, value_dim), 1)
                 last = kv[slot, tile, end - 1, :, :, values]
                 kv[slot, tile, end - 1, :, :, values] = jnp.where(row < used, last, jnp.zeros_like(last))
 
+        def enter(number: Array, slot: Array) -> None:
+            """Ask for a block ahead, wait for this one, and clear what was not read of it."""
+            fetch()
+            pl.when(full[slot] == 1)(pltpu.make_async_copy(kv.at[slot], kv.at[slot], kv_sem.at[slot]).wait)
+
+            @pl.when(full[slot] == 0)
+            def _() -> None:
+                for tile in range(tiles):  # all of them first: they share a semaphore
+                    wait(slot, tile)
+                for tile in range(tiles):
+                    clear(step * tiles + tile, number, slot, tile)
+
+        # Logits are compared as they are, before `factor`: the exponential takes their distances in these units.
+        unit_log2 = LOG2_E * (factor[0] if soft_cap is None else soft_cap)
+
         row_number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-        distance = lax.broadcasted_iota(jnp.int32, (1, shape.keys), 1) * group - row_number  # [rows, keys]
+        key_number = lax.broadcasted_iota(jnp.int32, (1, shape.keys), 1)
+        if shape.stride > 1:
+            key_number += key_number // page_size * (page_step - page_size)
+        distance = key_number * group - row_number  # [rows, keys]
+
+        def load(slot: Array, tile: int, h: Array | int, piece: Array | int, columns: slice) -> Array:
+            part = pl.ds(piece * piece_pages, piece_pages)
+            return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
+
+        def find_logits(slot: Array, tile: int, h: Array | int, piece: Array | int) -> Array:
+            dims = (((1,), (1,)), ((), ()))
+            k = load(slot, tile, h, piece, slice(0, key_dim))
+            x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32)
+            return x if soft_cap is None else jnp.tanh(x * (factor[0] / soft_cap))
+
+        def find_products(w: Array, slot: Array, tile: int, h: Array | int, piece: Array | int) -> Array:
+            v = load(slot, tile, h, piece, values)
+            return jnp.dot(w, v, precision=precision, preferred_element_type=jnp.float32)
+
+        def is_visible(number: Array, tile: int, piece: Array | int) -> Array:
+            """Row r stands at position + r // group and sees key k if group * k - r <= group * position."""
+            item = step * tiles + tile
+            last = (
+                field(POSITION, item) - ((first_block(item) + number) * block_pages + piece * piece_pages) * page_step
+            )
+            visible = distance <= last * group
+            return visible if window is None else visible & (distance > (last - limit[0]) * group)
+
+        def by_lane(w: Array) -> Array:
+            """Sums that add up to the rows' sums: adding up lanes is left for the end."""
+            if shape.keys % LANES:
+                return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (len(w), LANES))
+            return functools.reduce(jnp.add, [w[:, i : i + LANES] for i in range(0, shape.keys, LANES)])
 
         def compute(number: Array, slot: Array, head: Array | int, piece: Array | int) -> None:
             """A turn of the online softmax: one piece of a block, for `shape.heads` heads of every tile.
@@ -220,38 +289,14 @@ def attend(
             It goes stage by stage, loads before stores, so that the chains of all tiles and heads overlap.
             """
             chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
-            part = pl.ds(piece * (shape.keys // page_size), shape.keys // page_size)
-
-            def load(tile: int, h: Array | int, columns: slice) -> Array:
-                return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
-
-            def find_logits(tile: int, h: Array | int) -> Array:
-                dims = (((1,), (1,)), ((), ()))
-                k = load(tile, h, slice(0, key_dim))
-                x = lax.dot_general(q_ref[tile, h], k, dims, precision, preferred_element_type=jnp.float32) * factor[0]
-                if soft_cap is not None:
-                    x = soft_cap * jnp.tanh(x * (1 / soft_cap))
-                # Row r stands at position + r // group and sees key k if group * k - r <= group * position.
-                item = step * tiles + tile
-                last = field(POSITION, item) - (first_block(item) + number) * block_keys - piece * shape.keys
-                visible = distance <= last * group
-                if window is not None:
-                    visible &= distance > (last - limit[0]) * group
-                return jnp.where(visible, x, MASKED)
-
-            def by_lane(w: Array) -> Array:
-                """Sums that add up to the rows' sums: adding up lanes is left for the end."""
-                if shape.keys % LANES:
-                    return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (rows, LANES))
-                return functools.reduce(jnp.add, [w[:, i : i + LANES] for i in range(0, shape.keys, LANES)])
-
-            logits = [find_logits(*chain) for chain in chains]
+            visible = [is_visible(number, tile, piece) for tile in range(tiles)]
+            logits = [jnp.where(visible[tile], find_logits(slot, tile, h, piece), MASKED) for tile, h in chains]
             old = [top[tile, h] for tile, h in chains]
             new = [jnp.maximum(o, x.max(1, keepdims=True)) for o, x in zip(old, logits, strict=True)]
-            fade = [jnp.exp(o - n) for o, n in zip(old, new, strict=True)]
-            weights = [jnp.exp(x - _repeat(n, shape.keys)) for x, n in zip(logits, new, strict=True)]
+            fade = [jnp.exp2((o - n) * unit_log2) for o, n in zip(old, new, strict=True)]
+            weights = [jnp.exp2((x - _repeat(n, shape.keys)) * unit_log2) for x, n in zip(logits, new, strict=True)]
             products = [
-                jnp.dot(w.astype(dtype), load(tile, h, values), precision=precision, preferred_element_type=jnp.float32)
+                find_products(w.astype(dtype), slot, tile, h, piece)
                 for (tile, h), w in zip(chains, weights, strict=True)
             ]
             for (tile, h), f, n, w, y in zip(chains, fade, new, weights, products, strict=True):
@@ -262,49 +307,111 @@ def attend(
                     y = jnp.where(end_page[slot * tiles + tile] > 0, y, acc[tile, h])
                 acc[tile, h] = y
 
+        def run_pipeline() -> None:
+            """All of a step's blocks, by units of one KV head's piece: three of them at a time, each at its stage."""
+            logits, weights, bias, is_biased = stages[0:2], stages[2:4], stages[4], stages[5]
+            units = kv_heads * pieces
+
+            def first_stage(slot: Array, unit: Array | int, buffer: int) -> None:
+                logits[buffer][...] = find_logits(slot, 0, unit // pieces, unit % pieces)
+
+            def second_stage(unit: Array | int, buffer: int) -> None:
+                h = unit // pieces
+                for start in range(0, rows, PIPELINE_ROWS):
+                    part = pl.ds(start, min(PIPELINE_ROWS, rows - start))
+                    x = logits[buffer][part] + bias[unit % pieces, part]
+                    old = top[0, h, part]
+                    new = jnp.maximum(old, x.max(1, keepdims=True))
+                    fade = jnp.exp2((old - new) * unit_log2)
+                    w = jnp.exp2((x - _repeat(new, shape.keys)) * unit_log2)
+                    weights[buffer][part] = w.astype(dtype)
+                    top[0, h, part] = new
+                    total[0, h, part] = total[0, h, part] * fade + by_lane(w)
+                    acc[0, h, part] = acc[0, h, part] * _repeat(fade, value_dim)
+
+            def third_stage(slot: Array, unit: Array | int, buffer: int) -> None:
+                acc[0, unit // pieces] += find_products(weights[buffer][...], slot, 0, unit // pieces, unit % pieces)
+
+            def hide(number: Array) -> None:
+                """Fill the bias with MASKED where a block's keys are not visible, if there are such keys."""
+                first_key = (first_block(step) + number) * block_pages * page_step
+                sees_all = field(POSITION, step) >= first_key + block_pages * page_step - 1
+                if window is not None:
+                    sees_all &= field(POSITION, step) + (rows - 1) // group - limit[0] < first_key
+
+                @pl.when(jnp.logical_not(sees_all) | (is_biased[0] == 1))
+                def _() -> None:
+                    is_biased[0] = jnp.logical_not(sees_all).astype(jnp.int32)
+                    for piece in range(pieces):
+                        bias[piece] = jnp.where(is_visible(number, 0, piece), 0.0, MASKED)
+
+            def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                slot_before, unit_before, number, slot, unit = carry
+                is_last = unit + shape.turn == units
+                slot_after = jnp.where(is_last, next_slot(slot), slot)
+                unit_after = jnp.where(is_last, 0, unit + shape.turn)
+                pl.when(unit == 0)(lambda: hide(number))
+                pl.when(is_last & (number + 1 < counts[step]))(lambda: enter(number + 1, slot_after))
+                for i in range(shape.turn):
+                    if i == 0:
+                        third_stage(slot_before, unit_before, 1)
+                    else:
+                        third_stage(slot, unit + i - 1, (i - 1) % 2)
+                    second_stage(unit + i, i % 2)
+                    if i + 1 < shape.turn:
+                        first_stage(slot, unit + i + 1, (i + 1) % 2)
+                    else:
+                        first_stage(slot_after, unit_after, 0)
+                number = jnp.where(is_last, number + 1, number)
+                return slot, unit + shape.turn - 1, number, slot_after, unit_after
+
+            zero, slot = jnp.int32(0), cursor[3]
+            is_biased[0] = 1
+            enter(zero, slot)
+            first_stage(slot, 0, 0)
+            weights[1][...] = jnp.zeros_like(weights[1])
+            carry = slot, zero, zero, slot, zero
+            slot, unit, _, cursor[3], _ = lax.fori_loop(0, counts[step] * (units // shape.turn), turn, carry)
+            third_stage(slot, unit, 1)
+
         @pl.when(step == 0)
         def _() -> None:
             cursor[3] = 0
             seek(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-            for _ in range(shape.slots - 1):
+            for _ in range(shape.slots - (2 if shape.turn else 1)):  # a pipeline is still at the block before
                 fetch()
 
         top[...] = jnp.full_like(top, LOWEST)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
 
-        @pl.loop(0, counts[step])
-        def _(number: Array) -> None:
-            fetch()
-            slot = cursor[3]
-            cursor[3] = next_slot(slot)
-            pl.when(full[slot] == 1)(pltpu.make_async_copy(kv.at[slot], kv.at[slot], kv_sem.at[slot]).wait)
+        if shape.turn:
+            run_pipeline()
+        else:
 
-            @pl.when(full[slot] == 0)
-            def _() -> None:
-                for tile in range(tiles):  # all of them first: they share a semaphore
-                    wait(slot, tile)
-                for tile in range(tiles):
-                    clear(step * tiles + tile, number, slot, tile)
-
-            _loop(kv_heads // shape.heads, lambda i: _loop(
-                block_keys // shape.keys, lambda piece: compute(number, slot, i * shape.heads, piece)
-            ))  # fmt: skip
+            @pl.loop(0, counts[step])
+            def _(number: Array) -> None:
+                slot = cursor[3]
+                cursor[3] = next_slot(slot)
+                enter(number, slot)
+                _loop(kv_heads // shape.heads, lambda i: _loop(
+                    pieces, lambda piece: compute(number, slot, i * shape.heads, piece)
+                ))  # fmt: skip
 
         for tile in range(tiles):
             item = step * tiles + tile
             is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
             for h in range(kv_heads):
                 weight = total[tile, h].sum(1, keepdims=True)
-                y = acc[tile, h] / weight
-                log = top[tile, h] + jnp.log(weight)
+                y = acc[tile, h] / jnp.maximum(weight, TINY)  # of a row that saw no key
+                log = top[tile, h] * (unit_log2 / LOG2_E) + jnp.log(weight)
                 if group < rows:  # the other rows are those of tiles before and after
                     y = jnp.where(is_own, y, out[tile, h].astype(jnp.float32))
                     log = jnp.where(is_own, log, lse[tile, h])
                 out[tile, h], lse[tile, h] = y.astype(dtype), log
 
-    first, end = work.first_key // page_size, -(-work.end_key // page_size)
-    blocks = jnp.where(end > 0, -(-end // block_pages) - first // block_pages, 0)
+    first, end = entries(work.first_key, work.end_key, page_size, shape.stride)
+    blocks = jnp.where(end > first, -(-end // block_pages) - first // block_pages, int(shape.turn > 0))
     items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
     counts = blocks.reshape(-1, tiles).max(1)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
@@ -319,6 +426,12 @@ def attend(
     def per_step(last: int) -> pl.BlockSpec:
         return pl.BlockSpec((tiles, kv_heads, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0, 0))
 
+    buffers = [
+        *[pltpu.VMEM((rows, shape.keys), jnp.float32)] * 2,
+        *[pltpu.VMEM((rows, shape.keys), dtype)] * 2,
+        pltpu.VMEM((pieces, rows, shape.keys), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32),
+    ]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,
@@ -339,6 +452,7 @@ def attend(
                 pltpu.SMEM((shape.slots,), jnp.int32),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SemaphoreType.DMA((shape.slots,)),
+                *(buffers if shape.turn else []),
             ],
         ),
         out_shape=[
@@ -352,8 +466,17 @@ def attend(
             disable_semaphore_checks=True,
         ),
         interpret=interpret,
-        name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys",
+        name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys"
+        + f"_{shape.turn}_units" * bool(shape.turn),
     )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
+
+
+def entries(
+    first_key: Int[Array, "tiles"], end_key: Int[Array, "tiles"], page_size: int, stride: int
+) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
+    """The range of block-table entries that hold keys of first_key:end_key, counted as in `Work`."""
+    first_page, end_page = first_key // page_size, -(-end_key // page_size)
+    return jnp.maximum(-(-first_page // stride), 0), jnp.maximum(-(-end_page // stride), 0)
 
 
 def _loop(count: int, body: Any) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from numba import cfunc, types
 
 from paxserve.pallas_kernels import numba_ffi, numba_math
-from paxserve.pallas_kernels.layout import Scale, Sizes, page_size_of
+from paxserve.pallas_kernels.layout import Scale, Sizes, latent_rows, page_size_of
 from paxserve.pallas_kernels.numba_ffi import FRAME_ARGS, data, dim, load_word
 from paxserve.pallas_kernels.numba_math import (
     FAST,
@@ -405,7 +405,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -417,8 +417,12 @@ def mla_paged_attention(
     page_stride: int,
     page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
+    """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent.
+
+    Paired pages, a TPU's, are unpaired first.
+    """
     del max_query_len
+    latent_pages = latent_rows(latent_pages, q_latent.shape[-1], q_rope.shape[-1])
     out, lse = _attend(
         jnp.concatenate([q_latent, q_rope], axis=-1),
         latent_pages[:, None],

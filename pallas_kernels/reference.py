@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, load, page_size_of, split_kv
+from paxserve.pallas_kernels.layout import Scale, latent_rows, load, page_size_of, split_kv
 
 
 def paged_attention(
@@ -46,7 +46,7 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -62,9 +62,10 @@ def mla_paged_attention(
     del max_query_len
     seq, position = _locate(q_latent.shape[0], context_lens, query_starts)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    k = load(latent_pages[block_tables[seq]])[:, :, None]  # one KV head
-    v = k[..., : q_latent.shape[-1]]
-    key = _key_positions(block_tables, latent_pages.shape[1], page_stride, page_offset)[seq]
+    rank = q_latent.shape[-1]
+    k = latent_rows(load(latent_pages[block_tables[seq]]), rank, q_rope.shape[-1])[:, :, None]  # one KV head
+    v = k[..., :rank]
+    key = _key_positions(block_tables, k.shape[3], page_stride, page_offset)[seq]
     return _attend(q, k, v, position, key, scale=scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=k_scale)
 
 

@@ -5,13 +5,22 @@ sequence; lanes and tiles are taken one after the other in loops with dynamic tr
 contexts that are there, not the width of the block tables or of the pool.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, keys_before, load, page_size_of
+from paxserve.pallas_kernels.layout import (
+    PAIR_ROWS,
+    Scale,
+    keys_before,
+    latent_page_size,
+    latent_rows,
+    load,
+    page_size_of,
+)
 
 LANE = 8  # sequences with one query token that are computed together: each waits for the longest of its lane
 QUERY_TILE = 64  # query tokens of one sequence that are computed together
@@ -85,7 +94,7 @@ def finish(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
@@ -99,17 +108,19 @@ def mla_paged_attention(
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.mla_paged_attention`: one KV head whose K is a whole row and whose V is its latent."""
     rank = q_latent.shape[-1]
+    page_size = latent_page_size(latent_pages, rank + q_rope.shape[-1])
 
     def attend(q: Array, tables: Array, offset: Array, position: Array) -> Partial:
         return _attend(
             q,
-            latent_pages[:, None],
+            latent_pages.reshape(len(latent_pages), 1, -1, latent_pages.shape[-1]),
             tables,
             offset,
             position,
-            page_size=latent_pages.shape[1],
+            page_size=page_size,
             page_stride=page_stride,
             values=slice(0, rank),
+            pair_rank=None if latent_pages.ndim == 3 else rank,
             scale=scale if k_scale is None else scale * k_scale,
             window=None,
             soft_cap=soft_cap,
@@ -224,13 +235,16 @@ def _attend(
     scale: Scale,
     window: Window,
     soft_cap: float | None,
+    pair_rank: int | None = None,
 ) -> Partial:
     """Attention of queries at `position`, ascending in each sequence, -1 for padding, which gets 0 and -inf.
 
     values: where V lies in a token's stored row, which begins with its K; None if the pages are stacked.
+    pair_rank: kv_lora_rank if the pages are paired latents.
     """
     seqs, queries, heads, key_dim = q.shape
-    kv_heads, slots, width = kv_pages.shape[1:]
+    kv_heads, _, width = kv_pages.shape[1:]
+    width = width if pair_rank is None else key_dim
     group = heads // kv_heads
     rows = queries * group
     few_rows = rows <= FEW_ROWS
@@ -255,7 +269,7 @@ def _attend(
     end_key = end.max(1, keepdims=True)
     end_page = -(-end_key[:, 0] // page_size)  # [seqs]
     first_page = jnp.where(position < 0, jnp.iinfo(jnp.int32).max, start).min(1) // page_size
-    key_bytes = seqs * kv_heads * slots * width // page_size * kv_pages.dtype.itemsize
+    key_bytes = seqs * math.prod(kv_pages.shape[1:]) // page_size * kv_pages.dtype.itemsize
     chunk_keys = CHUNK_KEYS
     while chunk_keys > 1 and chunk_keys * key_bytes > CHUNK_BYTES:
         chunk_keys //= 2
@@ -275,7 +289,11 @@ def _attend(
         visible = jnp.repeat(visible, kv_heads, axis=0)
         keep = jnp.repeat(exists, kv_heads, axis=0)
         if values is not None:
-            kv = _clear(_gather(kv_pages, ids), keep).astype(q.dtype)
+            stored = _gather(kv_pages, ids)
+            if pair_rank is not None:
+                groups = stored.reshape(seqs, -1, PAIR_ROWS, stored.shape[-1])
+                stored = latent_rows(groups, pair_rank, key_dim - pair_rank)
+            kv = _clear(stored, keep).astype(q.dtype)
             k, v = (kv, kv) if whole_rows else (kv[..., :key_dim], kv[..., values])
         else:
             halves = kv_pages.reshape(-1, 2 * kv_heads, page_size, width)  # of each head K, then V

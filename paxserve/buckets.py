@@ -34,11 +34,12 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
     return (*decode, *mixed)
 
 
-def choose_bucket(buckets: Sequence[Bucket], counts: Sequence[int]) -> Bucket:
-    """The smallest bucket for sequences with these numbers of tokens in the step."""
-    decode = all(count == 1 for count in counts)
-    fitting = [b for b in buckets if b.tokens >= sum(counts) and b.seqs >= len(counts) and (decode or not b.decode)]
-    assert fitting, f"no bucket for {sum(counts)} tokens of {len(counts)} sequences"
+def choose_bucket(buckets: Sequence[Bucket], groups: Sequence[Sequence[int]]) -> Bucket:
+    """The smallest bucket for data groups whose sequences have these numbers of tokens in the step."""
+    decode = all(count == 1 for counts in groups for count in counts)
+    tokens, seqs = max(map(sum, groups)), max(map(len, groups))
+    fitting = [b for b in buckets if b.tokens >= tokens and b.seqs >= seqs and (decode or not b.decode)]
+    assert fitting, f"no bucket for {tokens} tokens of {seqs} sequences"
     return min(fitting)
 
 

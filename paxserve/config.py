@@ -1,10 +1,11 @@
-"""The engine's options, as the user gives them and as they are in effect."""
+"""The engine's options, as the user gives them."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,19 +13,26 @@ class EngineConfig:
     """Options of `LLM` and of the command line. None means chosen at start; `paxserve info` shows what was chosen.
 
     model: name of a packaged model or of a built-in configuration, a .gguf file or a directory.
-    dtype: of weights, activations and KV: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    dtype: of weights, activations and, unless kv_cache_dtype differs, KV: "auto" (the checkpoint's), "float32", "bfloat16" or
+        "float16".
     quantization: "fp8" keeps the weights of a checkpoint in DeepSeek-V3's FP8 format as they are, a byte each; by default
         they are dequantised when loaded. Either way the numbers are the same.
     load_format: "auto" reads the checkpoint, "dummy" draws random weights (a configuration is enough).
     max_model_len: longest sequence, prompt and answer, in tokens; by default the model's, or what the KV pool holds if less.
+    kv_cache_dtype: of cached values: "auto" (as `dtype`) or one of KV_DTYPES; float8_e4m3fn rounds K and V, each value alone.
     page_size: tokens per KV page.
-    num_pages: pages of the KV pool, the null page included.
-    kv_cache_bytes: size of the pool in bytes instead; by default 1 GiB on CPU, on TPU and GPU what is left of
+    num_pages: pages of the KV pool on each device, the null page included.
+    kv_cache_bytes: size of that pool in bytes instead; by default 1 GiB on CPU, on TPU and GPU what is left of
         memory_fraction after weights and the largest step.
     memory_fraction: of a TPU's or GPU's memory, what the engine may use (default 0.9); refused where it would not count.
-    max_num_seqs: sequences advanced together at most (default 32 on CPU, 256 elsewhere).
-    max_num_batched_tokens: tokens per step at most; longer prompts are prefilled in chunks (default 1024 on CPU, else 2048).
+    mesh: the devices to use, as `data` groups with sequences of their own times `kv_head` x `kv_page` devices that share each
+        sequence: a number of devices, as in "8" (KV heads are split as far as they go, what remains splits pages), or axes
+        by name, as in "data=2,kv_head=2,kv_page=2". By default all devices, as one group.
+    max_num_seqs: sequences that a data group advances together at most (default 32 on CPU, 256 elsewhere).
+    max_num_batched_tokens: tokens per step and data group at most; longer prompts are prefilled in chunks (default 1024 on
+        CPU, else 2048).
     attention: implementation of paged attention, by name; None picks by platform.
+    debug: check block tables and lengths on the host before every step.
     scan_layers: one `lax.scan` over stacked layers instead of unrolled ones; None picks by platform (True on TPU).
     async_scheduling: plan a step while the device still runs the one before it.
     compilation_cache_dir: where compiled programs are kept between runs; None leaves JAX's own setting alone.
@@ -44,13 +52,16 @@ class EngineConfig:
     quantization: Literal["fp8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     page_size: int = 32
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     memory_fraction: float | None = None
+    mesh: str | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     attention: str | None = None
+    debug: bool = False
     scan_layers: bool | None = None
     async_scheduling: bool = True
     compilation_cache_dir: str | None = "~/.cache/paxserve/xla"
@@ -67,6 +78,7 @@ class EngineConfig:
         from paxserve.pallas_kernels import IMPLEMENTATIONS  # here, so that `paxserve --help` does not wait for JAX
 
         _choice("dtype", self.dtype, ("auto", *DTYPES))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
         _choice("quantization", self.quantization, (None, "fp8"))
         _choice("load_format", self.load_format, ("auto", "dummy"))
         _choice("attention", self.attention, (None, *IMPLEMENTATIONS))
@@ -96,27 +108,6 @@ class EngineConfig:
         address = self.coordinator_address
         if address is not None and not re.fullmatch(r".+:\d+", address):
             raise ValueError(f"coordinator_address={address!r}: must be HOST:PORT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The sizes in effect, which fix the shapes of everything on the device."""
-
-    page_size: int
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def pages_per_seq(self) -> int:
-        """Width of a block table."""
-        return -(-self.max_model_len // self.page_size)
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the pool holds in all; the null page holds none."""
-        return (self.num_pages - 1) * self.page_size
 
 
 def _choice(name: str, value: object, choices: tuple) -> None:

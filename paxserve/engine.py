@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from paxserve.config import EngineConfig
+from paxserve.groups import Groups
 from paxserve.input_log import Abort, Arrival
 from paxserve.kv_trace import open_trace
 from paxserve.lockstep import connect, make_recorder
@@ -19,12 +20,12 @@ from paxserve.metrics import EngineStats
 from paxserve.model_source import ModelSource, resolve_model
 from paxserve.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from paxserve.pack import biases
-from paxserve.pages import PagePool
 from paxserve.programs import PROMPT_LOGPROB_ROWS, Progress
 from paxserve.request import Request
 from paxserve.runner import InFlight, Runner
+from paxserve.sampler import LogprobsBatch
 from paxserve.sampling_params import MAX_BIASED_TOKENS, SamplingParams
-from paxserve.scheduler import PlannedRow, Scheduler, SchedulerConfig
+from paxserve.scheduler import PlannedRow
 from paxserve.sequence_output import SequenceOutput, token_logprobs
 from paxserve.sharding import leave
 
@@ -47,7 +48,7 @@ class _Group:
 
 
 class Engine:
-    """Continuous batching of one model on one device. Not thread-safe.
+    """Continuous batching of one model on a mesh of devices. Not thread-safe.
 
     `add_request` queues, each `step` advances everything by one step of the device and returns the requests that got
     something new. While the device runs a step the host plans the next one (unless async_scheduling is off).
@@ -61,18 +62,18 @@ class Engine:
         self.config = config
         self.limits = limits = self.runner.limits
         logger.info(
-            "KV pool: %d pages of %d tokens, %d tokens in all; attention: %s",
+            "mesh: %s; KV pool: %d pages of %d tokens on each device, %d tokens in all; attention: %s",
+            limits.mesh,
             limits.num_pages,
             limits.page_size,
-            limits.pool_tokens,
+            limits.pool_tokens * limits.mesh.data,
             self.runner.attention,
         )
         self.stats = EngineStats()
         self.inputs = make_recorder(config, self.source, limits, self.link)
         self._trace, self._close_trace = open_trace(None if self.follows else config.kv_trace)
-        pool = PagePool(self.limits.num_pages, self.limits.page_size, self._trace)
         buckets = tuple(sorted(bucket.tokens for bucket in self.runner.buckets if not bucket.decode))
-        self.scheduler = Scheduler(SchedulerConfig(self.limits.max_num_seqs, self.limits.max_model_len, buckets), pool)
+        self.groups = Groups(limits, buckets, [self._trace] * limits.mesh.data)
         self._groups: dict[str, _Group] = {}
         self._owners: dict[Request, tuple[_Group, SequenceOutput]] = {}
         self._in_flight: deque[tuple[InFlight, float]] = deque()
@@ -104,7 +105,7 @@ class Engine:
         text, token_ids = self._tokenize(prompt)
         requests = self._make_requests(request_id, token_ids, params, priority)
         for request in requests:
-            self.scheduler.submit(request)
+            self.groups.submit(request)
         samples = [SequenceOutput(request, index, self.tokenizer) for index, request in enumerate(requests)]
         group = _Group(request_id, text, time.monotonic(), samples)
         if params.prompt_logprobs is not None:
@@ -120,7 +121,7 @@ class Engine:
         self.inputs.add(Abort(request_id))
         for sample in group.samples:
             if not sample.request.finished:
-                self.scheduler.abort(sample.request)
+                self.groups.abort(sample.request)
                 self._end(group, sample, time.monotonic())
         self._aborted.append(self._output(group))
         return self._aborted[-1]
@@ -139,16 +140,17 @@ class Engine:
 
     def _advance(self, now: float) -> list[RequestOutput]:
         started = time.monotonic()
-        plan = self.scheduler.plan(now)
-        self.stats.preemptions += len(plan.preempted)
-        self.stats.peak_pages = max(self.stats.peak_pages, self.scheduler.pool.used_pages)
-        if plan.rows:
-            self._in_flight.append((self.runner.dispatch(plan), time.monotonic()))
+        plans = self.groups.plan(now)
+        self.stats.preemptions += sum(len(plan.preempted) for plan in plans)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.groups.used_pages)
+        has_rows = any(plan.rows for plan in plans)
+        if has_rows:
+            self._in_flight.append((self.runner.dispatch(plans), time.monotonic()))
         elif not self._in_flight:
-            assert not self.scheduler.has_work, "requests are left, and nothing can be planned"
+            assert not self.groups.has_work, "requests are left, and nothing can be planned"
             return []
         self.stats.host_seconds.append(time.monotonic() - started)
-        if len(self._in_flight) > (1 if self.config.async_scheduling and plan.rows else 0):
+        if len(self._in_flight) > (1 if self.config.async_scheduling and has_rows else 0):
             return self._collect()
         return []
 
@@ -165,16 +167,14 @@ class Engine:
         for row in flight.prompt_logprobs:
             if not row.request.finished:
                 self._add_prompt_logprobs(row, flight)
-        accepted = set(self.scheduler.commit(flight.plan, tokens[: len(flight.plan.rows)].tolist()))
-        for index, row in enumerate(flight.plan.rows):
-            if row not in accepted:
-                continue
+        for number, index, row in self.groups.commit(flight.plans, tokens.tolist()):
             group, sample = self._owners[row.request]
+            token = int(tokens[number, index])
             entry = None
             if (count := row.request.params.logprobs) is not None:
                 logprobs = logprobs or jax.device_get(flight.outputs.logprobs)
-                (entry,) = token_logprobs(logprobs, [index], [int(tokens[index])], count, self.tokenizer)
-            self._take_token(group, sample, int(tokens[index]), entry, ended)
+                (entry,) = token_logprobs(_of_group(logprobs, number), [index], [token], count, self.tokenizer)
+            self._take_token(group, sample, token, entry, ended)
             touched[group.id] = group
         outputs = [self._output(group) for group in touched.values()]
         self.stats.host_seconds[-1] += time.monotonic() - ended
@@ -188,7 +188,7 @@ class Engine:
         self.stats.generated_tokens += 1
         stop = sample.push(token, logprobs)
         if stop is not None:
-            self.scheduler.abort(request, "stop")
+            self.groups.abort(request, "stop")
             request.finish_reason, request.stop_reason = "stop", stop  # also if its length ended it at the same token
         if request.finished:
             self._end(group, sample, now)
@@ -215,11 +215,13 @@ class Engine:
                 group.prompt_logprobs += token_logprobs(batch, rows, targets[known:], count, self.tokenizer)
 
     def _count_step(self, flight: InFlight, seconds: float) -> None:
-        stats, plan, bucket = self.stats, flight.plan, flight.bucket
+        stats, bucket = self.stats, flight.bucket
+        rows = [row for plan in flight.plans for row in plan.rows]
+        scheduled = sum(row.count for row in rows)
         stats.steps += 1
-        stats.scheduled_tokens += plan.num_tokens
-        stats.padded_tokens += bucket.tokens - plan.num_tokens
-        stats.prompt_tokens += sum(min(r.count, max(len(r.request.prompt_token_ids) - r.start, 0)) for r in plan.rows)
+        stats.scheduled_tokens += scheduled
+        stats.padded_tokens += bucket.tokens * len(flight.plans) - scheduled
+        stats.prompt_tokens += sum(min(r.count, max(len(r.request.prompt_token_ids) - r.start, 0)) for r in rows)
         stats.step_seconds[bucket].append(seconds)
         stats.compiles = self.runner.compiles_after_warmup
 
@@ -296,3 +298,7 @@ class Engine:
         return (
             int(np.random.SeedSequence([self.config.seed, self._count]).generate_state(1, np.uint64)[0]) + index
         ) % 2**64
+
+
+def _of_group(logprobs: LogprobsBatch, number: int) -> LogprobsBatch:
+    return jax.tree.map(lambda array: array[number], logprobs)

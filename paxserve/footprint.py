@@ -6,20 +6,7 @@ The bytes of a page are those that the engine sizes its pool by (`models/kv_shap
 from dataclasses import dataclass
 
 from paxserve.models.kv_shape import KVShape
-from paxserve.sharding import MESH_AXES, factor_tensor_parallel
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """The sizes of the mesh axes: `data` groups with sequences of their own, and in each `kv_head * kv_page` chips."""
-
-    data: int = 1
-    kv_head: int = 1
-    kv_page: int = 1
-
-    @property
-    def chips(self) -> int:
-        return self.data * self.kv_head * self.kv_page
+from paxserve.sharding import MeshShape, mesh_shape
 
 
 @dataclass(frozen=True)
@@ -96,33 +83,6 @@ def footprint(
         scale_bytes=shape.scale_bytes(dtype),
         bytes_per_chip=-(-group_pages // axes.kv_page) * page // axes.kv_head + shape.scale_bytes(dtype),
     )
-
-
-def mesh_shape(text: str, kv_heads: int) -> MeshShape:
-    """The mesh that a text names: "16", chips that share every sequence, or axes by name, "data=2,kv_head=8,kv_page=2".
-
-    A number is split as far as the KV heads go, and what remains of it splits pages. Axes that are not named are 1.
-    Raises ValueError for anything else and for a kv_head axis that the KV heads cannot be split over.
-    """
-    if text.isdecimal() and int(text):
-        kv_head, kv_page = factor_tensor_parallel(int(text), kv_heads)
-        return MeshShape(kv_head=kv_head, kv_page=kv_page)
-    sizes = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or axis in sizes or not size.isdecimal() or not int(size):
-            raise ValueError(
-                f"mesh {text!r}: give a number of chips, as in 16, or axes among {', '.join(MESH_AXES)} with their sizes, "
-                "as in data=1,kv_head=8,kv_page=2"
-            )
-        sizes[axis] = int(size)
-    mesh = MeshShape(**sizes)
-    if kv_heads % mesh.kv_head:
-        raise ValueError(
-            f"mesh {text!r}: {kv_heads} KV heads cannot be split over kv_head={mesh.kv_head}; give the number of chips "
-            "alone, and what the heads leave over splits pages"
-        )
-    return mesh
 
 
 def query_key_pairs(tokens: int, *, cached: bool) -> int:

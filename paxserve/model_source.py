@@ -84,7 +84,7 @@ class ModelSource:
 
 def resolve_model(name_or_path: str | Path) -> ModelSource:
     """Finds a model by the name of a packaged one ("smollm2") or of a built-in configuration, as a .gguf file or as a
-    directory.
+    directory; or a configuration alone, by the path of its .json file.
 
     A directory holds either what `convert` wrote, or a Hugging Face config.json with safetensors beside it; config.json
     alone is enough for random weights, and so is a built-in configuration. A name goes before a directory of the same
@@ -101,6 +101,8 @@ def resolve_model(name_or_path: str | Path) -> ModelSource:
     path = Path(name_or_path)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path)
+    if path.is_file() and path.suffix == ".json":
+        return ModelSource(_config_name(path), path, "config", config_from_hf(_read_json(path)))
     if (path / CONFIG_FILE).exists() and (path / PARAMS_DIR).is_dir():
         return _directory_source(path, "orbax", orbax_config(path))
     if (path / "config.json").exists():
@@ -113,7 +115,7 @@ def resolve_model(name_or_path: str | Path) -> ModelSource:
             f"{CONFIG_FILE} with {PARAMS_DIR}/ (written by `paxserve convert`)"
         )
     if path.exists():
-        raise CheckpointError(f"{path} is not a model: of single files, only .gguf files are read")
+        raise CheckpointError(f"{path} is not a model: of single files, only .gguf and .json files are read")
     raise CheckpointError(
         f"no model {name!r}: it is neither a packaged model ({', '.join(PACKAGED)}) nor a built-in configuration "
         f"({', '.join(builtin_names())}), and there is no such .gguf file or directory; models are not downloaded by "
@@ -133,10 +135,13 @@ def resolve_kv_shape(name_or_path: str | Path) -> tuple[str, KVShape]:
     path = Path(name_or_path)
     file = path / "config.json" if path.is_dir() else path
     if name not in PACKAGED and file.suffix == ".json" and file.is_file():
-        name = file.resolve().parent.name if file.name == "config.json" else file.stem
-        return name, kv_shape_from_hf(_read_json(file))
+        return _config_name(file), kv_shape_from_hf(_read_json(file))
     source = resolve_model(name_or_path)
     return source.name, kv_shape(source.config)
+
+
+def _config_name(file: Path) -> str:
+    return file.resolve().parent.name if file.name == "config.json" else file.stem
 
 
 def gguf_tokenizer_metadata(reader: GgufReader) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 NULL_PAGE = 0
-"""Padding tokens write here and padding rows read here; it is never owned and never changes a result."""
+"""Of every rank. Padding tokens write here and padding rows read here; it is never owned and never changes a result."""
 
 
 class OutOfPages(Exception):
@@ -26,30 +26,36 @@ class PageEvent:
 
 
 class PagePool:
-    """Pages 1 .. num_pages - 1 with reference counts (vLLM's PagedAttention, arXiv:2309.06180).
+    """Pages with reference counts (vLLM's PagedAttention, arXiv:2309.06180), spread over one or more ranks.
 
-    A page is free or owned by `refcount(page)` requests; a request that must write a page it shares copies it first.
+    A rank is one of the devices that a sequence's pages are dealt to in turn, wherever its first page lies: logical page j
+    on rank (first + j) mod ranks. Each rank has `num_pages` pages, the first of which is its null page. Page p is page
+    p // ranks of rank p % ranks. A page is free or owned by `refcount(page)` requests; a request that must write a page it
+    shares copies it first, within its rank.
     """
 
-    def __init__(self, num_pages: int, page_size: int, trace: Callable[[PageEvent], None] | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, trace: Callable[[PageEvent], None] | None = None, *, ranks: int = 1
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages={num_pages}: must be at least 2 (page 0 is the null page)")
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: must be at least 1 token")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.ranks = ranks
         self._trace = trace
-        self._free = deque(range(1, num_pages))
-        self._refcounts = [0] * num_pages
+        self._free = [deque(range(ranks + rank, num_pages * ranks, ranks)) for rank in range(ranks)]
+        self._refcounts = [0] * (num_pages * ranks)
 
     @property
     def capacity(self) -> int:
         """Pages that requests can own."""
-        return self.num_pages - 1
+        return (self.num_pages - 1) * self.ranks
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def used_pages(self) -> int:
@@ -62,16 +68,40 @@ class PagePool:
         """Pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def allocate(self, count: int, owner: str) -> list[int]:
-        """`count` free pages, owned once. Raises OutOfPages, taking none, if there are fewer."""
-        if count > self.free_pages:
-            raise OutOfPages(f"{count} pages wanted, {self.free_pages} free")
-        pages = [self._free.popleft() for _ in range(count)]
+    def available(self, after: Sequence[int] = (), *, copying: int | None = None) -> int:
+        """How many pages `allocate` could give after these, once there is a copy of page `copying`; -1 if that cannot be."""
+        free = [len(pages) for pages in self._free]
+        if copying is not None:
+            free[copying % self.ranks] -= 1
+            if min(free) < 0:
+                return -1
+        first = self._next_rank(after)
+        return min((rank - first) % self.ranks + count * self.ranks for rank, count in enumerate(free))
+
+    def allocate(self, count: int, owner: str, after: Sequence[int] = ()) -> list[int]:
+        """`count` free pages, owned once, dealt from the ranks in turn where a sequence's pages so far end.
+
+        A sequence without pages starts on the rank with the most free ones. Raises OutOfPages, taking none, if there are
+        fewer.
+        """
+        available = self.available(after)
+        if count > available:
+            raise OutOfPages(f"{count} pages wanted, {available} free")
+        first = self._next_rank(after)
+        pages = [self._free[(first + number) % self.ranks].popleft() for number in range(count)]
         for page in pages:
-            assert self._refcounts[page] == 0
-            self._refcounts[page] = 1
-            self._record("allocate", page, owner)
+            self._take(page, owner)
         return pages
+
+    def _next_rank(self, after: Sequence[int]) -> int:
+        if after:
+            return (after[-1] + 1) % self.ranks
+        return max(range(self.ranks), key=lambda rank: len(self._free[rank]))
+
+    def _take(self, page: int, owner: str) -> None:
+        assert self._refcounts[page] == 0
+        self._refcounts[page] = 1
+        self._record("allocate", page, owner)
 
     def share(self, pages: Sequence[int], owner: str) -> list[int]:
         """One more owner for each page."""
@@ -83,7 +113,11 @@ class PagePool:
 
     def copy_on_write(self, page: int, owner: str) -> int:
         """A fresh page for `owner` in place of its share of `page`; the caller copies the content. Raises OutOfPages."""
-        (copy,) = self.allocate(1, owner)
+        rank = page % self.ranks
+        if not self._free[rank]:
+            raise OutOfPages(f"no page of rank {rank} is free for a copy of page {page}")
+        copy = self._free[rank].popleft()
+        self._take(copy, owner)
         self._record("copy", copy, owner, source=page)
         self.release([page], owner)
         return copy
@@ -94,7 +128,7 @@ class PagePool:
             assert self._refcounts[page] > 0, f"page {page} is released more often than it was owned"
             self._refcounts[page] -= 1
             if self._refcounts[page] == 0:
-                self._free.append(page)
+                self._free[page % self.ranks].append(page)
                 self._record("free", page, owner)
             else:
                 self._record("release", page, owner)

@@ -14,15 +14,26 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paxserve.buckets import Bucket, make_buckets
-from paxserve.config import Limits
+from paxserve.limits import Limits
 from paxserve.models.config import ModelConfig
 from paxserve.models.kv_shape import kv_shape
 from paxserve.models.params import sharded_shapes
 from paxserve.models.registry import model_class
 from paxserve.pack import pack, pack_sampling
-from paxserve.pallas_kernels import copy_pages, storage_dtype
+from paxserve.pallas_kernels import storage_dtype
 from paxserve.scheduler import StepPlan
-from paxserve.step import DeviceState, StepSpec, prompt_logprobs, step
+from paxserve.sharding import shape_of, to_spec
+from paxserve.step import (
+    EVERYWHERE,
+    GROUP,
+    GROUP_AND_PAGES,
+    INPUTS,
+    DeviceState,
+    StepSpec,
+    copy_in_groups,
+    prompt_logprobs,
+    step,
+)
 
 PROMPT_LOGPROB_ROWS = 64
 """Prompt tokens whose logprobs are computed at a time: their logits fill rows x vocabulary floats."""
@@ -55,38 +66,60 @@ class ProgramBuilder:
         mesh: Mesh,
         *,
         dtype: str,
+        kv_dtype: str,
         quantization: str | None = None,
         scan_layers: bool,
         page_size: int,
         attention: str,
     ) -> None:
         self.model, self.mesh, self.dtype = model, mesh, jnp.dtype(dtype)
+        self.kv_dtype = jnp.dtype(kv_dtype)
         self.scan_layers, self.attention = scan_layers, attention
-        declared = model_class(model)(model, dtype=self.dtype, scan_layers=scan_layers, quantization=quantization)
+        self._family = family = model_class(model)
+        shape = shape_of(mesh)
+        declared = family(model, dtype=self.dtype, scan_layers=scan_layers, quantization=quantization, mesh=shape)
         graph, self.declared = nnx.split(declared)
         leaves, tree = jax.tree.flatten(sharded_shapes(self.declared, mesh))
         self.params = tuple(leaves)
-        self._spec = StepSpec(graph, tree, 0, page_size, attention)
-        self.replicated = NamedSharding(mesh, PartitionSpec())
+        placed = tuple(leaf.sharding.spec for leaf in leaves)
+        pages = to_spec(family.pages_axes, (), shape)
+        self._spec = StepSpec(graph, tree, mesh, placed, pages, 0, page_size, attention)
+
+    def placed(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
 
     def state_shapes(self, limits: Limits) -> DeviceState:
         platform = self.mesh.devices.flat[0].platform
-        pages = model_class(self.model).pages_shape(self.model, limits.num_pages, limits.page_size, platform)
+        rows, *page = self._family.pages_shape(self.model, limits.num_pages, limits.page_size, platform)
         values = limits.num_pages * limits.page_size * kv_shape(self.model).values_per_token
-        assert math.prod(pages) == values, f"pages {pages} do not hold the {values} values that the pool was sized for"
-        history = (limits.max_num_seqs + 1, limits.max_model_len)
-        shapes: Any = self._shape(pages, storage_dtype(self.dtype, platform)), self._shape(history, jnp.int32)
+        assert math.prod([rows, *page]) == values, f"{rows} pages of {page} do not hold {values} values, as they should"
+        pages = (rows * limits.mesh.data * limits.mesh.kv_page, *page)
+        history = (limits.mesh.data, limits.max_num_seqs + 1, limits.max_model_len)
+        shapes: Any = (
+            self._shape(pages, storage_dtype(self.kv_dtype, platform), self._spec.pages),
+            self._shape(history, jnp.int32, GROUP),
+        )
         return DeviceState(*shapes)
+
+    def init_state(self, limits: Limits) -> DeviceState:
+        """Zeros, made where they are to lie."""
+        shapes = self.state_shapes(limits)
+        placed = jax.tree.map(lambda shape: shape.sharding, shapes)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes), out_shardings=placed
+        )
+        return zeros()
 
     def lower_step(self, bucket: Bucket, limits: Limits) -> jax.stages.Lowered:
         spec = replace(self._spec, num_pages=limits.num_pages)
-        arrays = pack(StepPlan(()), bucket, limits.pages_per_seq, padding_slot=0), pack_sampling((), bucket.seqs)
-        inputs, sampling = jax.tree.map(lambda array: self._shape(array.shape, array.dtype), arrays)
+        nothing = [StepPlan(())] * limits.mesh.data
+        inputs = jax.tree.map(self._like, pack(nothing, bucket, limits), INPUTS)
+        sampling = jax.tree.map(lambda array: self._like(array, GROUP), pack_sampling(nothing, bucket.seqs))
         jitted = jax.jit(functools.partial(step, spec, bucket.decode), donate_argnums=1)
         return jitted.lower(self.params, self.state_shapes(limits), inputs, sampling)
 
     def step_bytes(self, limits: Limits) -> int:
-        """Device bytes that the largest step needs, by the compiler's own account."""
+        """Bytes that the largest step needs of each device, by the compiler's own account."""
         bucket = max(make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
         memory: Any = self.lower_step(bucket, limits).compile().memory_analysis()
         return (
@@ -101,21 +134,24 @@ class ProgramBuilder:
         """Compile everything, several programs at a time: XLA works outside Python's lock."""
         buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         state, rows = self.state_shapes(limits), self._shape((PROMPT_LOGPROB_ROWS,), jnp.int32)
+        number, mesh = self._shape((), jnp.int32), limits.mesh
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {}
         for bucket in sorted(buckets, reverse=True):  # the longest compilations first
             jobs[bucket] = functools.partial(self.lower_step, bucket, limits)
         prompt = jax.jit(functools.partial(prompt_logprobs, self._spec))
         taken = self._shape((PROMPT_LOGPROB_ROWS, self.model.hidden_size), self.dtype)
         jobs["prompt_logprobs"] = functools.partial(prompt.lower, self.params, taken, rows)
+        take = jax.jit(_take_rows, out_shardings=self.placed(EVERYWHERE))
         for tokens in {bucket.tokens for bucket in buckets}:
-            hidden = self._shape((tokens, self.model.hidden_size), self.dtype)
-            jobs[tokens] = functools.partial(jax.jit(_take_rows).lower, hidden, rows)
-        copy = jax.jit(functools.partial(_copy_pages, num_layers=self.model.num_layers), donate_argnums=0)
-        pairs = self._shape((limits.max_num_seqs,), jnp.int32)
+            hidden = self._shape((mesh.data, tokens, self.model.hidden_size), self.dtype, GROUP)
+            jobs[tokens] = functools.partial(take.lower, hidden, number, rows)
+        copy = jax.jit(functools.partial(copy_in_groups, self._spec, self.model.num_layers), donate_argnums=0)
+        pairs = self._shape((mesh.data, mesh.kv_page, limits.max_num_seqs), jnp.int32, GROUP_AND_PAGES)
         jobs["copy_pages"] = functools.partial(copy.lower, state, pairs, pairs)
-        set_history = jax.jit(_set_history, donate_argnums=0)
-        slot, row = self._shape((), jnp.int32), self._shape((limits.max_model_len,), jnp.int32)
-        jobs["set_history"] = functools.partial(set_history.lower, state, slot, row)
+        placed = jax.tree.map(lambda shape: shape.sharding, state)
+        set_history = jax.jit(_set_history, donate_argnums=0, out_shardings=placed)
+        row = self._shape((limits.max_model_len,), jnp.int32)
+        jobs["set_history"] = functools.partial(set_history.lower, state, number, number, row)
 
         programs = {}
         progress("compiling", 0, len(jobs))
@@ -135,17 +171,16 @@ class ProgramBuilder:
             set_history=programs["set_history"],
         )
 
-    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placed(spec))
+
+    def _like(self, array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return self._shape(array.shape, array.dtype, spec)
 
 
-def _take_rows(hidden: jax.Array, indices: jax.Array) -> jax.Array:
-    return hidden[indices]
+def _take_rows(hidden: jax.Array, group: jax.Array, indices: jax.Array) -> jax.Array:
+    return hidden[group, indices]
 
 
-def _copy_pages(state: DeviceState, src: jax.Array, dst: jax.Array, *, num_layers: int) -> DeviceState:
-    return replace(state, kv_pages=copy_pages(state.kv_pages, src, dst, num_layers=num_layers))
-
-
-def _set_history(state: DeviceState, slot: jax.Array, tokens: jax.Array) -> DeviceState:
-    return replace(state, history=state.history.at[slot].set(tokens))
+def _set_history(state: DeviceState, group: jax.Array, slot: jax.Array, tokens: jax.Array) -> DeviceState:
+    return replace(state, history=state.history.at[group, slot].set(tokens))

@@ -14,7 +14,7 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One sample of one prompt. Only the scheduler changes the fields below `parent`.
+    """One sample of one prompt. Only `Groups` and its schedulers change the fields below `parent`.
 
     stop_ids: token ids that end the sequence (the model's end ids and the user's).
     seed: 64-bit seed of this sample's draws.
@@ -29,6 +29,7 @@ class Request:
     priority: int = 0
     parent: "Request | None" = None
 
+    group: int = 0  # the data group that it runs in
     number: int = -1  # order of arrival
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING

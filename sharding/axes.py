@@ -1,64 +1,61 @@
 """Logical axis names and the mesh axes they are split over."""
 
-import math
 from collections.abc import Mapping, Sequence
 
-import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "kv_head", "kv_page")
+from paxserve.sharding.mesh import MESH_AXES, TENSOR, MeshShape, shape_of
 
 # Tensor parallelism runs over the joint (kv_head, kv_page) axes; the KV heads themselves split only over kv_head, and
-# what is left of the tensor-parallel degree splits the pages of each sequence. Latent attention has no KV heads:
-# its query heads take the whole degree ("heads"), and the ranks of its projections are not split.
-RULES: Mapping[str, str | tuple[str, ...] | None] = {
-    "vocab": ("kv_head", "kv_page"),
-    "mlp": ("kv_head", "kv_page"),
-    "heads": ("kv_head", "kv_page"),
-    "expert": MESH_AXES,
-    "kv_heads": "kv_head",
+# what is left of the tensor-parallel degree splits the pages of each sequence and, of the weights, each head's width.
+# Latent attention has no KV heads: its query heads take the whole degree ("heads"), and the ranks of its projections are
+# not split. Experts: see `expert_axes`.
+RULES: Mapping[str, tuple[str, ...]] = {
+    "vocab": TENSOR,
+    "mlp": TENSOR,
+    "heads": TENSOR,
+    "kv_heads": ("kv_head",),
+    "kv_head_dim": ("kv_page",),
     "page": ("data", "kv_page"),
-    "embed": None,
-    "group": None,
-    "head_dim": None,
-    "latent": None,
-    "layers": None,
+    "group": (),
+    "head_dim": (),
+    "embed": (),
+    "latent": (),
+    "layers": (),
 }
 
 
-def factor_tensor_parallel(degree: int, kv_heads: int) -> tuple[int, int]:
-    """(kv_head, kv_page) of a tensor-parallel degree: heads are split as far as they go, what remains splits pages."""
-    kv_head = math.gcd(degree, kv_heads)
-    return kv_head, degree // kv_head
+def expert_axes(experts: int, mesh: MeshShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the mesh axes that so many experts are spread over, those that each expert's width is split over).
 
-
-def make_mesh(
-    data: int = 1, kv_head: int = 1, kv_page: int = 1, *, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-    """A mesh with the axes `MESH_AXES` over the first `data * kv_head * kv_page` devices.
-
-    Raises ValueError if there are fewer devices than that.
+    Whole experts go over as many axes as their number divides by, so that a device reads no more of them than it must.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    needed = data * kv_head * kv_page
-    if needed > len(devices):
-        raise ValueError(
-            f"a mesh of data={data}, kv_head={kv_head}, kv_page={kv_page} needs {needed} devices; there are {len(devices)}"
-        )
-    return Mesh(np.array(devices[:needed]).reshape(data, kv_head, kv_page), MESH_AXES)
+    over: tuple[str, ...] = ()
+    parts = 1
+    for axis in MESH_AXES:
+        size = getattr(mesh, axis)
+        if experts % (parts * size) == 0:
+            over, parts = (*over, axis), parts * size
+    return over, tuple(axis for axis in MESH_AXES if axis not in over)
 
 
-def logical_to_spec(
-    axes: Sequence[str | None], rules: Mapping[str, str | tuple[str, ...] | None] = RULES
-) -> PartitionSpec:
-    """The PartitionSpec of an array whose dimensions carry these logical names (None: not split).
+def split_over(axes: Sequence[str | None], shape: Sequence[int], mesh: MeshShape) -> list[tuple[str, ...]]:
+    """For each dimension, the mesh axes that it is split over; None and the empty tuple are not split.
 
-    Raises KeyError for a name the rules do not know, so that a misspelt axis is never silently replicated.
+    axes: the dimensions' logical names. Raises KeyError for a name that has no rule, so that a misspelt axis is never
+    silently replicated.
     """
-    return PartitionSpec(*(None if axis is None else rules[axis] for axis in axes))
+    rules = dict(RULES)
+    if "expert" in axes:
+        rules["expert"], rules["expert_mlp"] = expert_axes(shape[axes.index("expert")], mesh)
+    return [() if axis is None else rules[axis] for axis in axes]
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """`logical_to_spec` bound to a mesh."""
-    return NamedSharding(mesh, logical_to_spec(axes))
+def to_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: MeshShape) -> PartitionSpec:
+    """The PartitionSpec of an array of this shape whose dimensions carry these logical names."""
+    return PartitionSpec(*(over or None for over in split_over(axes, shape, mesh)))
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """`to_spec` bound to a mesh."""
+    return NamedSharding(mesh, to_spec(axes, shape, shape_of(mesh)))

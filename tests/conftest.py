@@ -62,4 +62,4 @@ def reciting_llm(tmp_path_factory, small_engine):
 @pytest.fixture(scope="session")
 def tight_llm(random_model, small_engine):
     """The random model with a pool that holds no more than one longest sequence."""
-    return LLM(random_model[0], **small_engine, max_model_len=64, num_pages=9)
+    return LLM(random_model[0], **small_engine, max_model_len=64, num_pages=9, debug=True)

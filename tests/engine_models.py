@@ -28,10 +28,15 @@ RANDOM_MODELS = {"qwen2_some_windows": DenseLlama, "deepseek_v3_experts": DenseD
 def write_random(directory: Path, name: str = "qwen2_some_windows", **fields) -> DenseLlama:
     """A model without tokenizer: Qwen2 with grouped queries, biases, and a window of 8 tokens in its second layer; or
     DeepSeek-V3 with latent attention, a dense layer and one of experts."""
+    return RANDOM_MODELS[name](*write_checkpoint(directory, name, **fields))
+
+
+def write_checkpoint(directory: Path, name: str, **fields) -> tuple[dict, dict[str, np.ndarray]]:
+    """One of golden/tiny_models.py's models with two layers: its config and its tensors."""
     config = {**MODELS[name], "num_hidden_layers": 2, "max_position_embeddings": 128, **fields}
     tensors = {source.name: weight(source.name, source.shape) for source in tensor_sources(config_from_hf(config))}
     write_hf(directory, config, tensors)
-    return RANDOM_MODELS[name](config, tensors)
+    return config, tensors
 
 
 def write_reciting(directory: Path) -> None:

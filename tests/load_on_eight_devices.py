@@ -14,13 +14,13 @@ from paxserve.checkpoints.safetensors import SafetensorsReader
 from paxserve.model_source import resolve_model
 from paxserve.models.registry import model_class
 from paxserve.models.weights import tensor_sources
-from paxserve.sharding import make_mesh
+from paxserve.sharding import MeshShape, make_mesh
 
 # How many ways each parameter is split when tp = 8 = 4 KV heads x 2.
 SPLITS = {
     "embedding": 8,
-    "qkv": 4,
-    "out": 4,
+    "qkv": 8,
+    "out": 8,
     "gate_up": 8,
     "down": 8,
     "lm_head": 8,
@@ -59,16 +59,16 @@ def check_shards(params, split_ways):
 def main():
     hf, orbax, target = sys.argv[1:]
     assert len(jax.devices()) == 8
-    mesh = make_mesh(kv_head=4, kv_page=2)
+    mesh = make_mesh(MeshShape(kv_head=4, kv_page=2))
     config = resolve_model(hf).config
     values = {}
     for scan_layers in (False, True):
         model = nnx.state(model_class(config)(config, dtype=config.dtype, scan_layers=scan_layers))
         reader = CountingReader(hf)
         loaded = {"hf": load_params(reader, config, model, mesh), "orbax": resolve_model(orbax).load(model, mesh)}
-        # A tensor is read once, but both halves of kv_b_proj by whole heads.
-        uses = Counter(source.name for source in tensor_sources(config))
-        assert reader.values_read == {name: uses[name] * math.prod(reader.tensors[name].shape) for name in uses}
+        # Of every tensor each value is read once.
+        names = {source.name for source in tensor_sources(config)}
+        assert reader.values_read == {name: math.prod(reader.tensors[name].shape) for name in names}
         for kind, params in loaded.items():
             check_shards(params, SPLITS if config.mla is None else LATENT_SPLITS)
             values |= {f"{kind}{scan_layers}:{k}": v.astype(np.float32) for k, v in unrolled(params).items()}

@@ -76,7 +76,7 @@ def test_under_preemption(tight_llm, expected):
     assert run(tight_llm, priority=np.random.default_rng(8).integers(0, 3, 32).tolist()) == expected
     assert run(tight_llm) == expected
     assert tight_llm.engine.stats.preemptions - before >= 4
-    assert tight_llm.engine.scheduler.pool.used_pages == 0
+    assert tight_llm.engine.groups.used_pages == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def poisoned(tight_llm):
     """An engine in which, just before every step, all pages that no request can rely on are filled with NaN:
     the free ones, those taken for this step, whose content is still that of their last owner, and the null page."""
     engine = tight_llm.engine
-    pool, runner = engine.scheduler.pool, engine.runner
+    pool, runner = engine.groups.schedulers[0].pool, engine.runner
     events = []
     dispatch, trace = runner.dispatch, pool._trace
     num_layers = engine.source.config.num_layers
@@ -121,7 +121,7 @@ def test_freed_pages_never_matter(poisoned, random_model):
         assert engine.step() == []
 
         assert ended.keys() == asked.keys()
-        assert engine.scheduler.pool.used_pages == 0
+        assert engine.groups.used_pages == 0
         for name, (prompt, params) in asked.items():
             for sample in ended[name].outputs:
                 whole = dense.generate(prompt, params, sample.index)
@@ -200,4 +200,4 @@ def test_samples_share_the_pages_of_their_prompt_and_the_trace_balances(random_m
 
 
 def pool_use(engine):
-    return engine.scheduler.pool.used_pages
+    return engine.groups.used_pages

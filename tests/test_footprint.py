@@ -8,12 +8,13 @@ import pytest
 from golden.tiny_models import MODELS
 
 from paxserve.config import EngineConfig
-from paxserve.footprint import MeshShape, footprint, mesh_shape, query_key_pairs
+from paxserve.footprint import footprint, query_key_pairs
 from paxserve.model_source import resolve_kv_shape
 from paxserve.models.builtin import builtin_config
 from paxserve.models.config_hf import config_from_hf
 from paxserve.models.kv_shape import KV_DTYPES, kv_shape, kv_shape_from_hf
 from paxserve.runner import make_builder
+from paxserve.sharding import MeshShape, mesh_shape
 from paxserve.sizing import size_limits
 
 GIB = 2**30
@@ -174,8 +175,8 @@ def test_the_pool_takes_what_the_formula_says(model, dtype):
     """Allocated as an engine does it, of the size that an engine chooses, without compiling the engine's programs."""
     model = config_from_hf(MODELS[model])
     config = EngineConfig(model="any", dtype=dtype, max_num_seqs=4, page_size=8)
-    builder = make_builder(model, config, jax.devices()[0])
-    limits = size_limits(config, model, dtype, jax.devices()[0], builder.step_bytes)
+    builder = make_builder(model, config, jax.devices())
+    limits = size_limits(config, model, dtype, MeshShape(), None, builder.step_bytes)
     pages = builder.state_shapes(limits).kv_pages
     assert jnp.zeros(pages.shape, pages.dtype).nbytes == allocated_by_formula(limits, kv_shape(model), dtype)
 

@@ -17,8 +17,8 @@ def texts(outputs):
 
 def assert_idle(llm):
     assert not llm.engine.has_unfinished_requests()
-    assert not llm.engine.scheduler.has_work
-    assert llm.engine.scheduler.pool.used_pages == 0
+    assert not llm.engine.groups.has_work
+    assert llm.engine.groups.used_pages == 0
 
 
 @pytest.mark.parametrize(

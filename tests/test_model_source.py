@@ -86,7 +86,7 @@ def test_what_is_no_model(tmp_path):
     ):
         resolve_model(tmp_path)
     save_file(hf_tensors(tiny_config()), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"of single files, only \.gguf files are read"):
+    with pytest.raises(CheckpointError, match=r"of single files, only \.gguf and \.json files are read"):
         resolve_model(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json holds list, not a JSON object"):

@@ -1,6 +1,6 @@
 """Attention for Hopper GPUs: the division of its work, its kernels in JAX's interpreter, and what it refuses.
 
-That the kernels compile for the hardware is checked by scripts/compile_mosaic_gpu.py, and on a GPU by scripts/gpu_check.
+That the kernels compile for the hardware is checked by scripts/check_kernels, and on a GPU by scripts/gpu_check.
 """
 
 from typing import Any
@@ -24,18 +24,20 @@ ALIGNED = {"window": jnp.int32(67), "sinks": jnp.linspace(-1.0, 5.0, 4)}
 BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
 
 
-SCHEDULE = jax.jit(make_schedule, static_argnames=("tokens", "tile_tokens", "kv_heads", "unit", "ctas"))
+STATIC = ("tokens", "tile_tokens", "kv_heads", "page_size", "unit", "page_stride", "ctas")
+SCHEDULE = jax.jit(make_schedule, static_argnames=STATIC)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     rows=BATCHES,
     window=st.integers(1, 400),
-    sizes=st.sampled_from([(1, 64, 40), (9, 8, 5), (16, 64, 7), (64, 16, 1)]),
+    sizes=st.sampled_from([(1, 64, 1, 40), (9, 8, 2, 5), (16, 128, 1, 7), (16, 128, 3, 7), (64, 16, 4, 1)]),
 )
-def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, int, int]) -> None:
+def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, int, int, int]) -> None:
     """Every KV head of every query token gets all blocks of its keys, once; shares are equal; pieces can be found."""
-    tile_tokens, unit, ctas = sizes
+    tile_tokens, page_size, stride, ctas = sizes
+    unit, offsets = min(page_size, BLOCK), np.arange(4) % stride
     queries = np.asarray([min(query, tile_tokens) if tile_tokens == 1 else query for query, _ in rows])
     contexts = np.where(queries > 0, queries + [before for _, before in rows], 0)
     contexts[0] = 0  # padding, whatever its queries
@@ -46,8 +48,11 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
         tokens=tokens,
         tile_tokens=tile_tokens,
         kv_heads=kv_heads,
+        page_size=page_size,
         unit=unit,
         window=jnp.int32(window),
+        page_stride=stride,
+        page_offset=jnp.asarray(offsets, jnp.int32),
         ctas=ctas,
     )
     schedule = Schedule(*(np.asarray(each) for each in made))
@@ -62,7 +67,7 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
             tile, head = divmod(item, kv_heads)
             item_begin = schedule.tiles[tile, 1] + head * tile_blocks[tile]
             part = range(max(begin, item_begin), min(end, item_begin + tile_blocks[tile]))
-            assert part, "an item of a share has a block in it"
+            assert part or not tile_blocks[tile], "an item of a share has a block in it, if it has any"
             for block in part:
                 owners.setdefault((item, block - item_begin), []).append(cta)
     assert sum(shares) == total
@@ -79,20 +84,25 @@ def test_schedule(rows: list[tuple[int, int]], window: int, sizes: tuple[int, in
             assert schedule.cut_by[item] == -1
 
     for seq in range(len(rows)):
+        keys = np.arange(400)
+        keys_here = keys[keys // page_size % stride == offsets[seq]]
         for i in range(queries[seq]):
             token = starts[seq] + i
-            if contexts[seq] == 0:
-                assert schedule.tile[token] == -1
-                continue
-            of_seq, _, blocks, first_unit, position, end_key, first_key = schedule.tiles[schedule.tile[token]]
-            assert of_seq == seq
-            assert schedule.first_token[schedule.tile[token]] + schedule.row[token] == token
             own = contexts[seq] - queries[seq] + i
+            visible = np.flatnonzero((keys_here <= own) & (keys_here > own - window))  # in the row of keys here
+            if schedule.tile[token] == -1:
+                assert contexts[seq] == 0 or not len(visible)
+                continue
+            tile = schedule.tiles[schedule.tile[token]]
+            of_seq, _, blocks, first_unit, last_unit, position, end_key, first_key, offset = tile
+            assert (of_seq, offset) == (seq, offsets[seq])
+            assert schedule.first_token[schedule.tile[token]] + schedule.row[token] == token
             assert position + schedule.row[token] == own < end_key <= contexts[seq]
-            visible_from = max(own - window + 1, 0)
-            assert max(first_key, 0) <= visible_from
-            assert max(first_key, 0) // unit == first_unit
-            assert first_unit * unit + blocks * BLOCK >= end_key > first_unit * unit + (blocks - 1) * BLOCK
+            assert first_key <= own - window + 1
+            of_tile = np.flatnonzero((keys_here < end_key) & (keys_here >= first_key))
+            assert (first_unit, last_unit) == (of_tile[0] // unit, of_tile[-1] // unit)
+            assert set(visible) <= set(of_tile)
+            assert blocks == -(-(last_unit + 1 - first_unit) // (BLOCK // unit))
     assert (schedule.tile[starts[-1] :] == -1).all()
 
 
@@ -150,6 +160,21 @@ def test_result_hardly_depends_on_how_the_work_is_cut() -> None:
     np.testing.assert_allclose(lse, cut_lse, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 20, 1), (130, 90, 9), heads=4, **HALF, options={"window": jnp.int32(90)}),
+        Case((2, 1), (300, 100), page_size=128, **HALF),
+    ],
+    ids=["pages of 16, window", "pages of 128"],
+)
+def test_dealt_pages(case: Case) -> None:
+    """A sequence's pages dealt over three devices: each sees its own, and nothing where it has none."""
+    for rank in range(3):
+        dealt = case.deal(3, rank)
+        assert_half_close(interpret(dealt, ctas=5), dealt.numpy())
+
+
 def test_window_does_not_read_pages_before_it() -> None:
     """The engine frees pages a window has left: their block-table entries then point anywhere."""
     needs_interpreter()
@@ -164,8 +189,9 @@ def test_window_does_not_read_pages_before_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 80}, "head_dim 64 and 128, not 80"),
+        ({"head_dim": 72}, "head_dim 64, 80, 96, 128, 192, 256, not 72"),
         ({"page_size": 24}, "not of 24"),
+        ({"head_dim": 256, "page_size": 16}, "pages of fewer than 32 tokens, such as 16"),
         ({"heads": 8 * 65}, "up to 64 query heads per KV head, not 65"),
     ],
 )
@@ -184,14 +210,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> Non
 
 def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pretend_gpu(monkeypatch, "9.0")
-    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "mosaic_gpu"
-    for dtype, sizes, message in (
-        (jnp.float32, LLAMA, "does not read float32"),
-        (jnp.bfloat16, LATENT, "latent attention"),
-    ):
-        assert choose_implementation(None, "gpu", dtype, sizes=sizes) == "xla"
-        with pytest.raises(NotImplementedError, match=message):
-            choose_implementation("mosaic_gpu", "gpu", dtype, sizes=sizes)
+    for sizes in (LLAMA, LATENT):
+        for pages in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+            assert choose_implementation(None, "gpu", jnp.bfloat16, pages, sizes=sizes) == "mosaic_gpu"
+        assert choose_implementation(None, "gpu", jnp.float32, sizes=sizes) == "xla"
+        with pytest.raises(NotImplementedError, match="does not read float32"):
+            choose_implementation("mosaic_gpu", "gpu", jnp.float32, sizes=sizes)
     with pytest.raises(NotImplementedError, match="Hopper GPUs, not on tpu"):
         choose_implementation("mosaic_gpu", "tpu", jnp.bfloat16, sizes=LLAMA)
 
@@ -207,8 +231,21 @@ def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
         choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, sizes=LLAMA)
 
 
-def test_scaled_pages_are_refused() -> None:
-    case = Case((1,), (5,), **HALF)
-    needs_interpreter()
-    with pytest.raises(NotImplementedError, match="does not read scaled pages"):
-        case.run("mosaic_gpu", k_scale=jnp.float32(2))
+def quantised(case: Case, dtype: Any) -> Case:
+    """The case with 8-bit pages, whose free slots hold the largest int8 or NaN; for NumPy, K and V are what these stand for."""
+    scales = np.repeat(np.float32([0.03, 0.3]), case.head_dim)
+    values = np.asarray(load(case.kv_pages), np.float32) / scales
+    case.kv_pages = jnp.asarray(np.nan_to_num(values.round(), nan=127) if dtype == jnp.int8 else values, dtype)
+    for seq, kv in enumerate(case.kv):
+        page, slot = np.divmod(np.arange(kv.shape[2]), case.page_size)
+        rows = np.asarray(case.kv_pages, np.float64)[case.block_tables[seq, page], :, slot] * scales
+        kv[...] = rows.reshape(-1, case.kv_heads, 2, case.head_dim).transpose(2, 1, 0, 3)
+    case.options = case.options | {"k_scale": jnp.float32(0.03), "v_scale": jnp.float32(0.3)}
+    return case
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("query_dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_8_bit_pages(dtype: Any, query_dtype: Any) -> None:
+    case = quantised(Case((1, 9), (130, 70), heads=4, head_dim=64, dtype=query_dtype), dtype)
+    assert_half_close(interpret(case, ctas=3, detect_races=True), case.numpy())

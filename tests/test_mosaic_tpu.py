@@ -3,6 +3,8 @@
 `scripts/check_kernels` compiles them for the chips.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,12 +29,16 @@ CASES = {
     "only padding": Case((0, 0), (0, 0), padding=4),
 }
 
+SMALL = {
+    "mosaic_tpu decode": {"block_keys": 32, "chains": 12, "slots": 3},
+    "mosaic_tpu prefill": {"query_rows": 48, "query_keys": 16, "turn": 4, "slots": 4},
+}
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
-    for name, size in {"BLOCK_KEYS": 32, "QUERY_ROWS": 48, "QUERY_KEYS": 16}.items():
-        monkeypatch.setattr(mosaic_tpu, name, size)
+    monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda kernel, **_: SMALL[kernel])
     quick = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(
         test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)
@@ -47,6 +53,19 @@ def simulated(monkeypatch):
 @pytest.mark.parametrize("case", [pytest.param(case, id=label) for label, case in CASES.items()])
 def test_matches_numpy(case: Case) -> None:
     assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case((1, 20, 1, 2, 1), (50, 33, 1, 90, 9), padding=9), id="mixed"),
+        pytest.param(Case((1, 40, 1, 1), (70, 61, 20, 33), padding=4, options={"window": jnp.int32(21)}), id="window"),
+    ],
+)
+def test_dealt_pages(case: Case) -> None:
+    """Of three devices, the second: some sequences and some rows have no keys there."""
+    dealt = case.deal(3, 1)
+    assert_close(dealt.run("mosaic_tpu"), dealt.numpy(), atol=1e-5)
 
 
 def test_bfloat16_with_every_free_slot_nan() -> None:
@@ -78,11 +97,11 @@ def test_chosen_on_tpu_for_what_it_computes() -> None:
     assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
     assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8)) == "xla"
     assert choose_implementation(None, "tpu", jnp.float16, sizes=GQASizes(8, 2, 128, 32)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "xla"
+    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "mosaic_tpu"
     with pytest.raises(NotImplementedError, match="does not run on gpu"):
         choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16, sizes=LATENT)
-    with pytest.raises(NotImplementedError, match="does not compute latent attention"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=LATENT)
+    with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
+        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=dataclasses.replace(LATENT, page_size=8))
     with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
         choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8))
     with pytest.raises(NotImplementedError, match="does not read float16"):

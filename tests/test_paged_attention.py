@@ -22,6 +22,7 @@ from paxserve.pallas_kernels import (
     write_latent_pages,
     write_pages,
 )
+from paxserve.pallas_kernels.layout import pair
 
 GQA: dict[str, Any] = {}
 MLA: dict[str, Any] = {"kv_heads": 1, "head_dim": 20, "latent_dim": 12}
@@ -50,6 +51,7 @@ class Case:
     """A ragged batch over shuffled pages. Free pages, free slots and spare block-table entries hold garbage.
 
     latent_dim: of latent attention, the values of a cached row of `head_dim` that are the latent, and so V.
+    paired: of latent attention, whether pages hold two tokens in a row.
     """
 
     queries: tuple[int, ...]
@@ -63,6 +65,7 @@ class Case:
     seed: int = 0
     stacked: bool = False
     latent_dim: int | None = None
+    paired: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,8 +90,8 @@ class Case:
         if self.stacked:
             pages = np.concatenate([pages[..., :d], pages[..., d:]], axis=2)
         if self.latent_dim:
-            pages = pages[:, 0]
-            assert pages.shape == mla_pages_shape(1, num_pages, self.page_size, d)
+            pages = np.asarray(pair(pages[:, 0], self.latent_dim)) if self.paired else pages[:, 0]
+            assert pages.shape == mla_pages_shape(1, num_pages, self.page_size, d, paired=self.paired)
         else:
             assert pages.shape == gqa_pages_shape(1, num_pages, self.kv_heads, self.page_size, d, stacked=self.stacked)
         stored = jnp.asarray(pages, self.dtype)
@@ -195,6 +198,8 @@ MLA_CASES = {
     "latent, padding rows": Case((1, 0, 1, 0), (40, 0, 3, 0), padding=2, **MLA, options={"max_query_len": 1}),
     "latent, prefill longer than a tile": Case((150, 70), (150, 90), padding=4, heads=2, **MLA),
     "latent, as released": Case(**MIXED, heads=4, kv_heads=1, head_dim=576, latent_dim=512, page_size=8),
+    "latent, paired": Case(**MIXED, **MLA, paired=True),
+    "latent, paired decode": Case((1,) * 6, (1, 15, 16, 17, 33, 100), padding=0, **MLA, paired=True),
     "latent, soft cap": Case(**MIXED, **MLA, options={"soft_cap": 0.7}),
 }
 
@@ -216,6 +221,7 @@ DEALT = {
     "window": Case(**MIXED, stacked=True, options={"window": jnp.int32(21)}),
     "long": Case((1, 150, 2), (200, 170, 100), page_size=8),
     "latent": Case(**MIXED, **MLA),
+    "latent, paired": Case(**MIXED, **MLA, paired=True),
 }
 
 
@@ -405,8 +411,8 @@ def test_user_errors(changes: dict[str, Any], message: str) -> None:
         ({"max_query_len": 0}, "max_query_len must be at least 1"),
         ({"q_rope": jnp.zeros((4, 5, 8))}, "same tokens and heads"),
         ({"q_rope": jnp.zeros((4, 6, 8), jnp.bfloat16)}, "of one dtype"),
-        ({"q_rope": jnp.zeros((4, 6, 16))}, "24 values per token do not fit queries of 16 latent and 16 RoPE"),
-        ({"latent_pages": jnp.zeros((3, 1, 16, 24))}, "expected q_latent"),
+        ({"q_rope": jnp.zeros((4, 6, 16))}, "do not hold latents and RoPE parts of 32 values"),
+        ({"latent_pages": jnp.zeros((3, 24))}, "expected q_latent"),
         ({"context_lens": jnp.zeros(2, jnp.int32)}, "1 block tables need"),
         ({"latent_pages": jnp.zeros((3, 16, 24), jnp.int8)}, "need k_scale"),
     ],

@@ -16,7 +16,7 @@ from paxserve.pallas_kernels import (
     write_latent_pages,
     write_pages,
 )
-from paxserve.pallas_kernels.layout import page_size_of, split_kv
+from paxserve.pallas_kernels.layout import latent_rows, page_size_of, pair, split_kv
 
 LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 3, 5, 2, 4, 8
 SIZES = (LAYERS, PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -36,6 +36,9 @@ def test_layout() -> None:
 def test_latent_layout() -> None:
     """DeepSeek-V3's 512 + 64 values per token and layer, with nothing between them."""
     assert mla_pages_shape(61, 3, 16, 576) == (183, 16, 576)
+    assert mla_pages_shape(61, 3, 16, 576, paired=True) == (183, 1, 8, 1152)
+    with pytest.raises(ValueError, match="page_size must be a multiple of 16"):
+        mla_pages_shape(61, 3, 17, 576, paired=True)
     with pytest.raises(ValueError, match="cached_dim must be at least 1, got 0"):
         mla_pages_shape(1, 1, 1, 0)
 
@@ -89,6 +92,27 @@ def test_write_latent_pages(dtype: jnp.dtype) -> None:
     np.testing.assert_array_equal(np.asarray(load(written), np.float32), expected)
     copied = copy_pages(written, np.array([2]), np.array([3]), num_layers=LAYERS)
     np.testing.assert_array_equal(copied[8], written[7])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_write_paired_latent_pages(dtype: jnp.dtype) -> None:
+    """Tokens of either half of a page, two of them in one row, leave the rest as it was."""
+    rng = np.random.default_rng(0)
+    rank, rope, page_size = 6, 2, 32
+    before = rng.integers(-9, 10, (LAYERS * PAGES, page_size, rank + rope))
+    new = rng.integers(-9, 10, (5, rank + rope))
+    token_pages, token_offsets = np.array([7, 7, 9, 9, 5]), np.array([18, 26, 4, 15, 0])  # the last is padding
+    stored = pair(jnp.asarray(before, dtype), rank)
+    if storage_dtype(dtype) != dtype:
+        stored = jax.lax.bitcast_convert_type(stored, storage_dtype(dtype))
+    scale = 0.5 if dtype == jnp.int8 else None
+    latent, k_rope = jnp.split(jnp.asarray(new, jnp.float32), [rank], axis=1)
+    written = jax.jit(write_latent_pages)(stored, latent, k_rope, token_pages, token_offsets, k_scale=scale)
+    before[token_pages, token_offsets] = new / (scale or 1)
+    np.testing.assert_array_equal(latent_rows(load(written), rank, rope).astype(jnp.float32), before)
+    # Where the halves lie: latents of tokens 18 and 26, then their RoPE parts.
+    row = [*before[7, 18, :rank], *before[7, 26, :rank], *before[7, 18, rank:], *before[7, 26, rank:]]
+    np.testing.assert_array_equal(load(written)[7, 1, 2].astype(jnp.float32), row)
 
 
 def test_pages_of_another_head_dim_are_refused() -> None:
@@ -166,7 +190,7 @@ def test_user_errors() -> None:
     with pytest.raises(ValueError, match="one length"):
         copy_pages(pages, ids, ids[:1], num_layers=LAYERS)
     latents = jnp.zeros(mla_pages_shape(LAYERS, PAGES, PAGE_SIZE, 8))
-    with pytest.raises(ValueError, match="do not make rows of pages"):
+    with pytest.raises(ValueError, match="do not hold latents and RoPE parts of 12 values"):
         write_latent_pages(latents, jnp.zeros((2, 6)), jnp.zeros((2, 6)), ids, ids)
     with pytest.raises(ValueError, match="token_offsets"):
         write_latent_pages(latents, jnp.zeros((2, 6)), jnp.zeros((2, 2)), ids, ids[:1])

@@ -9,12 +9,17 @@ from paxserve.pack import pack_sampling
 from paxserve.request import Request
 from paxserve.sampler import logprobs_of, sample
 from paxserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from paxserve.scheduler import PlannedRow
+from paxserve.scheduler import PlannedRow, StepPlan
 from paxserve.sequence_output import token_logprobs
 
 ROWS, VOCAB, CONTEXT = 1024, 32, 24  # one shape, compiled once
 run_sampler = jax.jit(sample)
 STOPS = frozenset({3, 4})
+
+
+def sampling_batch(rows, seqs):
+    """Of the only data group."""
+    return jax.tree.map(lambda array: array[0], pack_sampling([StepPlan(rows)], seqs))
 
 
 def draw(logits, requests):
@@ -28,7 +33,7 @@ def draw(logits, requests):
         context_lens[index] = request.num_tokens
         history[index, : request.num_tokens] = request.tokens(0, request.num_tokens)
     tokens, logprobs = jax.device_get(
-        run_sampler(padded, pack_sampling(rows, ROWS), history, np.arange(ROWS), context_lens)
+        run_sampler(padded, sampling_batch(rows, ROWS), history, np.arange(ROWS), context_lens)
     )
     return tokens[: len(rows)].tolist(), jax.tree.map(lambda a: a[: len(rows)], logprobs)
 
@@ -215,7 +220,7 @@ def test_unused_features_cost_nothing():
     """A step of greedy rows alone runs none of the passes over the vocabulary that the features need."""
     rows = np.zeros(2, np.int32)
     history = np.zeros((2, CONTEXT), np.int32)
-    closed = jax.make_jaxpr(sample)(np.zeros((2, VOCAB), np.float32), pack_sampling((), 2), history, rows, rows)
+    closed = jax.make_jaxpr(sample)(np.zeros((2, VOCAB), np.float32), sampling_batch((), 2), history, rows, rows)
     outside = {equation.primitive.name for equation in closed.jaxpr.eqns}
     assert "cond" in outside
     assert not outside & {"while", "scan", "scatter-add", "gather", "top_k", "exp", "random_bits", "threefry2x32"}

@@ -1,5 +1,7 @@
 """Scheduler and page pool, driven without a device: a simulated KV memory checks what every planned token would read."""
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -83,11 +85,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget=st.sampled_from([(5,), (5, 16), (8, 12, 64)]),
         depth=st.integers(0, 2),
+        ranks=st.integers(1, 3),
     )
-    def start(self, num_pages: int, page_size: int, max_num_seqs: int, budget: tuple[int, ...], depth: int) -> None:
+    def start(
+        self, num_pages: int, page_size: int, max_num_seqs: int, budget: tuple[int, ...], depth: int, ranks: int
+    ) -> None:
         self.events: list = []
-        self.pool = PagePool(num_pages, page_size, self.events.append)
-        self.capacity = (num_pages - 1) * page_size
+        self.pool = PagePool(num_pages, page_size, self.events.append, ranks=ranks)
+        self.capacity = (num_pages - 1) * ranks * page_size
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, self.capacity, budget), self.pool)
         self.device = FakeDevice(page_size)
         self.depth = depth
@@ -150,10 +155,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.requests:
             assert len(set(request.pages)) == len(request.pages)
             assert bool(request.pages) <= (request.status is Status.RUNNING)
+            assert all((b - a) % self.pool.ranks == 1 % self.pool.ranks for a, b in itertools.pairwise(request.pages))
             for page in request.pages:
                 owners[page] = owners.get(page, 0) + 1
-        assert 0 not in owners
-        assert all(self.pool.refcount(page) == owners.get(page, 0) for page in range(self.pool.num_pages))
+        assert not owners.keys() & set(range(self.pool.ranks))
+        pages = range(self.pool.num_pages * self.pool.ranks)
+        assert all(self.pool.refcount(page) == owners.get(page, 0) for page in pages)
         assert self.pool.used_pages == len(owners)
         slots = [r.slot for r in self.scheduler.running]
         assert len(set(slots)) == len(slots)
@@ -163,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def trace_tells_the_whole_story(self) -> None:
         if not hasattr(self, "pool"):
             return
-        refcounts = dict.fromkeys(range(self.pool.num_pages), 0)
+        refcounts = dict.fromkeys(range(self.pool.num_pages * self.pool.ranks), 0)
         for event in self.events:
             if event.kind in ("allocate", "share"):
                 refcounts[event.page] += 1
@@ -318,3 +325,17 @@ def test_pool_takes_all_pages_or_none():
         pool.allocate(2, "b")
     assert pool.free_pages == 1
     assert pool.used_pages == 2
+
+
+def test_pages_are_dealt_from_the_ranks_in_turn():
+    pool = PagePool(3, 2, ranks=3)
+    pages = pool.allocate(2, "a")
+    assert [page % 3 for page in pages] == [0, 1]
+    assert pool.available(pages) == 4
+    other = pool.allocate(2, "b")  # starts where most pages are free
+    assert [page % 3 for page in other] == [2, 0]
+    assert pool.available(pages) == 1  # rank 2's last; rank 0 has none left
+    with pytest.raises(OutOfPages):
+        pool.allocate(2, "a", after=pages)
+    assert pool.available(pages, copying=pages[0]) == -1
+    assert pool.copy_on_write(other[0], "b") % 3 == 2

@@ -1,6 +1,4 @@
-"""The KV pool's size from a device's memory; the device is made up, no program is compiled."""
-
-from dataclasses import dataclass
+"""The KV pool's size from a device's memory; the memory is made up, no program is compiled."""
 
 import pytest
 from test_model_config import DEEPSEEK_V2_LITE, DEEPSEEK_V3
@@ -8,26 +6,18 @@ from tiny_checkpoints import hf_config
 
 from paxserve.config import EngineConfig
 from paxserve.models.config_hf import config_from_hf
+from paxserve.sharding import MeshShape
 from paxserve.sizing import bytes_per_page, size_limits
 
 MODEL = config_from_hf(hf_config())
-PAGE = bytes_per_page(MODEL, 32, "float32")
-
-
-@dataclass
-class Device:
-    platform: str
-    memory: int
-
-    def memory_stats(self):
-        return {"bytes_limit": self.memory}
+PAGE = bytes_per_page(MODEL, 32, "float32", MeshShape())
 
 
 def num_pages(memory_pages: int, step_pages: int, **options) -> int:
     """Pages of the pool on a GPU whose memory and whose largest step are so many pages large; the step has 2 of them."""
     config = EngineConfig(model="any", **options)
-    device = Device("gpu", memory_pages * PAGE)
-    return size_limits(config, MODEL, "float32", device, lambda limits: step_pages * PAGE).num_pages
+    memory = memory_pages * PAGE
+    return size_limits(config, MODEL, "float32", MeshShape(), memory, lambda limits: step_pages * PAGE).num_pages
 
 
 def test_pool_takes_what_the_largest_step_leaves():
@@ -53,10 +43,10 @@ def test_memory_fraction_is_refused_where_the_pool_has_a_size(size):
 def test_memory_fraction_is_refused_on_cpu():
     config = EngineConfig(model="any", memory_fraction=0.5)
     with pytest.raises(ValueError, match=r"memory_fraction=0\.5: on CPU"):
-        size_limits(config, MODEL, "float32", Device("cpu", 0), lambda limits: 0)
+        size_limits(config, MODEL, "float32", MeshShape(), None, lambda limits: 0)
 
 
 @pytest.mark.parametrize(("config", "token_bytes"), [(DEEPSEEK_V2_LITE, 31_104), (DEEPSEEK_V3, 70_272)])
 def test_latent_attention_caches_one_row_a_token(config, token_bytes):
     """576 bfloat16 values per token and layer, of DeepSeek-V2-Lite's 27 layers and V3's 61."""
-    assert bytes_per_page(config_from_hf(config), 16, "bfloat16") == 16 * token_bytes
+    assert bytes_per_page(config_from_hf(config), 16, "bfloat16", MeshShape()) == 16 * token_bytes

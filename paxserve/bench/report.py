@@ -165,7 +165,12 @@ def make_report(engine: RecordingEngine, workload: Workload, runs: Sequence[Run]
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     metrics = [output.metrics[0] for output in run.outputs]
     itemsize = jnp.dtype(engine.runner.dtype).itemsize
-    bounds = [machine.bound(step_cost(engine.source.config, itemsize, step.plan.rows)) for step in run.steps]
+    # A data group's devices share its work; the slowest group ends the step.
+    bounds = [
+        max(machine.bound(step_cost(engine.source.config, itemsize, plan.rows)) for plan in step.plans)
+        / limits.mesh.tensor
+        for step in run.steps
+    ]
     return Report(
         model=engine.source.name,
         dtype=jnp.dtype(engine.runner.dtype).name,
@@ -211,7 +216,7 @@ def _bucket_figures(run: Run, bounds: Sequence[float]) -> list[BucketFigures]:
                 wall_share=sum(times) / run.seconds,
                 median_ms=statistics.median(times) * 1e3,
                 p90_ms=float(np.percentile(times, 90)) * 1e3,
-                tokens_per_step=statistics.mean(step.plan.num_tokens for step in steps),
+                tokens_per_step=statistics.mean(sum(plan.num_tokens for plan in step.plans) for step in steps),
                 bound_ms=statistics.median(step_bounds) * 1e3,
             )
         )

@@ -22,7 +22,7 @@ WARMUP_TOKENS = 8
 class StepRecord:
     """One step: what it computed, in which bucket, and its seconds on the device as the host saw them."""
 
-    plan: StepPlan
+    plans: tuple[StepPlan, ...]
     bucket: Bucket
     seconds: float
 
@@ -68,7 +68,7 @@ class RecordingEngine(Engine):
 
     def _count_step(self, flight: InFlight, seconds: float) -> None:
         super()._count_step(flight, seconds)
-        self._steps.append(StepRecord(flight.plan, flight.bucket, seconds))
+        self._steps.append(StepRecord(flight.plans, flight.bucket, seconds))
 
 
 def warmup_requests(requests: Sequence[BenchRequest], concurrency: int) -> list[BenchRequest]:

@@ -59,7 +59,7 @@ def fill_params(declared: nnx.State, mesh: Mesh, load: Callable[[Targets], Mappi
 def _fill_stack(
     params: Mapping[ParamPath, nnx.Variable], mesh: Mesh, load: Callable[[Targets], Mapping[str, jax.Array]]
 ) -> Arrays:
-    shardings = {path: named_sharding(mesh, param.axes) for path, param in params.items()}
+    shardings = {path: named_sharding(mesh, param.axes, param.shape) for path, param in params.items()}
 
     @functools.partial(jax.jit, out_shardings=shardings)
     def allocate() -> Arrays:
@@ -79,7 +79,7 @@ def _fill_stack(
 def _targets(path: ParamPath, param: nnx.Variable, mesh: Mesh) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
     """(name, what it is loaded as) for everything that is stored of a parameter."""
     skip = int(_is_stacked(param))
-    sharding = named_sharding(mesh, param.axes[skip:])
+    sharding = named_sharding(mesh, param.axes[skip:], param.shape[skip:])
     for name in _stored_names(path, param):
         yield name, jax.ShapeDtypeStruct(param.shape[skip:], param.dtype, sharding=sharding)
 

@@ -156,17 +156,27 @@ def _read_block(read: Read, sources: list[TensorSource], bounds: Bounds, target:
 
 
 def _read_view(read: Read, source: TensorSource, wanted: Index) -> np.ndarray:
-    """`tensor.reshape(source.view)[wanted]`, reading no more rows and columns of the tensor than that needs.
+    """`tensor.reshape(source.view)[wanted]`, reading nothing else of the tensor.
 
-    Every axis of the tensor is split into some axes of the view. The outermost of those that is longer than 1 limits
-    what is read; the inner ones are cut afterwards.
+    Every axis of the tensor is split into some axes of the view. What is wanted of these is one range of the tensor's axis
+    if, of the axes within the outermost one that is longer than 1, all is wanted; else it is read piece by piece.
     """
-    index, view, cut = [], [], []
+    index = []
     for axes in source.split:
-        outer = next((axis for axis in axes if source.view[axis] > 1), axes[-1])
+        outer = next((axis for axis in axes if _length(wanted[axis]) > 1), axes[-1])
+        if any(_length(wanted[axis]) < source.view[axis] for axis in axes if axis > outer):
+            pieces = [
+                _read_view(read, source, (*wanted[:outer], slice(at, at + 1), *wanted[outer + 1 :]))
+                for at in range(wanted[outer].start, wanted[outer].stop)
+            ]
+            return np.concatenate(pieces, axis=outer)
+        start = 0
+        for axis in range(axes.start, outer + 1):
+            start = start * source.view[axis] + wanted[axis].start
         inner = math.prod(source.view[outer + 1 : axes.stop])
-        index.append(slice(wanted[outer].start * inner, wanted[outer].stop * inner))
-        view += [1] * (outer - axes.start)
-        view += [wanted[outer].stop - wanted[outer].start, *source.view[outer + 1 : axes.stop]]
-        cut += [slice(None)] * (outer - axes.start + 1) + list(wanted[outer + 1 : axes.stop])
-    return read(source, tuple(index)).reshape(view)[tuple(cut)]
+        index.append(slice(start * inner, (start + _length(wanted[outer])) * inner))
+    return read(source, tuple(index)).reshape([_length(part) for part in wanted])
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start

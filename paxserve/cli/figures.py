@@ -6,28 +6,31 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from paxserve.config import Limits
 from paxserve.engine import Engine
+from paxserve.limits import Limits
 from paxserve.models.config import ModelConfig
+from paxserve.models.kv_shape import kv_shape
 from paxserve.outputs import RequestOutput
 from paxserve.sizing import bytes_per_page
 
 
 def pool_facts(limits: Limits, model: ModelConfig, dtype: str) -> dict[str, int]:
-    """The KV pool. One of its pages holds no tokens: it is the null page, where padding goes."""
-    page = bytes_per_page(model, limits.page_size, dtype)
+    """The KV pool: pages and bytes of a device, tokens and bytes per token of all the devices that share a sequence.
+
+    One page of each device holds no tokens: it is the null page, where padding goes.
+    """
     return {
         "num_pages": limits.num_pages,
         "page_size": limits.page_size,
         "tokens": limits.pool_tokens,
-        "bytes": limits.num_pages * page,
-        "bytes_per_token": page // limits.page_size,
+        "bytes": limits.num_pages * bytes_per_page(model, limits.page_size, dtype, limits.mesh),
+        "bytes_per_token": kv_shape(model).bytes_per_token(dtype),
     }
 
 
 def engine_pool(engine: Engine) -> dict[str, int]:
     """`pool_facts` of a running engine."""
-    return pool_facts(engine.limits, engine.source.config, engine.runner.dtype.name)
+    return pool_facts(engine.limits, engine.source.config, engine.runner.kv_dtype.name)
 
 
 def pool_line(engine: Engine) -> str:
@@ -67,7 +70,7 @@ def figures(outputs: Sequence[RequestOutput], engine: Engine, seconds: float) ->
         "ttft_ms": _percentiles([metric.ttft for metric in metrics]),
         "tpot_ms": _percentiles([metric.tpot for metric in metrics]),
         "peak_pages": stats.peak_pages,
-        "pool_pages": engine.limits.num_pages - 1,
+        "pool_pages": (engine.limits.num_pages - 1) * engine.limits.mesh.data * engine.limits.mesh.kv_page,
         "padding_share": stats.padding_share,
         "steps": stats.steps,
         "host_us_per_step": stats.host_us_per_step,

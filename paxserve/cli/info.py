@@ -59,19 +59,20 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
     from paxserve.models.fp8 import FLOAT8
     from paxserve.models.params import count_parameters
     from paxserve.runner import make_builder
-    from paxserve.sizing import size_limits
+    from paxserve.sharding import shape_of
+    from paxserve.sizing import device_memory, size_limits
 
-    device = jax.devices()[0]
     source = resolve_model(config.model)
     model = source.config
-    builder = make_builder(model, config, device)
-    limits = size_limits(config, model, builder.dtype.name, device, builder.step_bytes)
+    builder = make_builder(model, config, jax.devices())
+    mesh, memory = shape_of(builder.mesh), device_memory(jax.local_devices()[0])
+    limits = size_limits(config, model, builder.kv_dtype.name, mesh, memory, builder.step_bytes)
     return {
         "jax": {
             "version": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "devices": [f"{each.platform}:{each.id} {each.device_kind}" for each in jax.devices()],
-            "device_used": f"{device.platform}:{device.id}",
+            "mesh": str(mesh),
         },
         "model": {
             "name": source.name,
@@ -92,7 +93,7 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
             "checkpoint": model.dtype,
             "weights": builder.dtype.name,
             "kernels": FLOAT8.name if config.quantization == "fp8" else builder.dtype.name,
-            "kv": builder.dtype.name,
+            "kv": builder.kv_dtype.name,
         },
         "engine": {
             "attention": builder.attention,
@@ -102,7 +103,7 @@ def _facts(config: EngineConfig) -> dict[str, Any]:
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "buckets": [str(b) for b in make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)],
         },
-        "kv_pool": pool_facts(limits, model, builder.dtype.name),
+        "kv_pool": pool_facts(limits, model, builder.kv_dtype.name),
     }
 
 

@@ -1,224 +1,106 @@
-"""Compiles the TPU attention kernels for chips that are described to libtpu, and prints a table of their schedules.
+"""Compiles the attention kernels for chips that need not be there, runs the simulated tests, prints a table of it all.
 
-Cycles are read from the compiler's schedule (`schedule.py`), copies taken to be there when they are waited for. A decode's
-are per cached token and layer, all KV heads together, at a batch of full blocks; a prefill's are given as the share of the
-matrix units' peak, blocks without a mask. One process per chip: libtpu reads its flags when it is loaded.
+Of a decode on a TPU the table has the whole kernel's cycles per cached token and layer, all KV heads together, copies taken
+to be there when they are waited for; of a prefill the share of the matrix units' peak; and the spills in the hot loop. Ends
+with status 1 if a kernel does not compile, spills where it must not, or costs 5 % more than docs/kernels.json says it did,
+or if a test fails.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from schedule import PASSES, Loop, read_kernels
+import figures
+import gpu
+import tpu
+from chips import GPUS, TPUS
 
-from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
-
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-FLOPS_PER_CYCLE = {"v5e": 2**17, "v5p": 2**17, "v6e": 2**19, "tpu7x": 2**19}
-"""Peak of one core, in bfloat16: 4 matrix units of 128 x 128, or 2 of 256 x 256 that take two rows per cycle."""
-
-CONTEXT = 1536  # tokens, of the decodes
-
-
-@dataclass(frozen=True)
-class Case:
-    """heads and kv_heads of one shard; `queries` tokens per sequence."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
-    page_size: int = 64
-    dtype: str = "bfloat16"
-    pages: str = "bfloat16"
-    queries: int = 1
-    window: int | None = None
-    soft_cap: float | None = None
-    max_pages: int = CONTEXT // 16
-
-    def __str__(self) -> str:
-        kind = "decode" if self.queries == 1 else "prefill"
-        options = [f"window {self.window}"] * bool(self.window) + [f"soft cap {self.soft_cap}"] * bool(self.soft_cap)
-        tables = ["tables of 1 M tokens"] * (self.max_pages * self.page_size >= 2**20)
-        sizes = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, page {self.page_size}"
-        return ", ".join([f"{kind} {sizes}, {self.dtype} on {self.pages}", *options, *tables])
-
-
-QUICK = (
-    Case(8, 4),
-    Case(4, 1),
-    Case(9, 3, head_dim=64),
-    Case(8, 4, queries=512),
-)
-FULL = (
-    *QUICK,
-    Case(8, 4, page_size=16),
-    Case(32, 8, page_size=32),
-    Case(8, 1, page_size=256),
-    Case(32, 32),
-    Case(4, 2, head_dim=80),
-    Case(4, 2, head_dim=96),
-    Case(4, 2, head_dim=192),
-    Case(8, 4, head_dim=256),
-    Case(8, 4, dtype="float32", pages="float32"),
-    Case(9, 3, head_dim=64, dtype="float32", pages="float32"),
-    Case(8, 4, window=128, soft_cap=30.0),
-    Case(8, 4, page_size=16, max_pages=2**16),
-    Case(8, 4, pages="int8"),
-    Case(8, 4, pages="float8_e4m3fn"),
-    Case(9, 3, head_dim=64, queries=512),
-    Case(4, 2, head_dim=80, queries=512),
-    Case(8, 4, head_dim=256, queries=512),
-    Case(8, 4, dtype="float32", pages="float32", queries=512),
-    Case(8, 4, queries=512, window=128, soft_cap=30.0),
-    Case(8, 4, pages="int8", queries=512),
-)
-
-
-def compile_cases(target: str, cases: tuple[Case, ...], dump: Path) -> None:
-    """In a process with libtpu's flags set: compile, and print what came of it, one JSON object per case."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from paxserve.pallas_kernels.mosaic_tpu import paged_attention
-
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices[0]
-    mesh = Mesh(np.array([device]), ("x",))
-    placed = NamedSharding(mesh, PartitionSpec())
-    for case in cases:
-        seqs = 128 if case.queries == 1 else 4
-
-        def attend(q, pages, tables, lens, starts, case=case):
-            has_scales = case.pages != case.dtype
-            return paged_attention(
-                q,
-                pages,
-                tables,
-                lens,
-                starts,
-                scale=case.head_dim**-0.5,
-                window=case.window,
-                soft_cap=case.soft_cap,
-                sinks=None,
-                k_scale=0.1 if has_scales else None,
-                v_scale=0.1 if has_scales else None,
-                max_query_len=1 if case.queries == 1 else None,
-            )
-
-        shapes = (
-            ((seqs * case.queries, case.heads, case.head_dim), case.dtype),
-            ((4096, case.kv_heads, case.page_size, 2 * case.head_dim), case.pages),
-            ((seqs, case.max_pages), "int32"),
-            ((seqs,), "int32"),
-            ((seqs + 1,), "int32"),
-        )
-        args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=placed) for shape, dtype in shapes]
-        before = set(dump.iterdir())
-        try:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # by which Pallas knows the chip
-                lowered = jax.jit(attend).lower(*args)
-            lowered.compile()
-        except Exception as error:
-            print(json.dumps({"error": str(error).strip()[-400:]}), flush=True)
-            continue
-        kernels = read_kernels(dump, target, "paged_attention")
-        result = {name: _figures(name, loop, case, target) for name, loop in kernels.items()}
-        print(json.dumps({"kernels": result}), flush=True)
-        for path in set(dump.iterdir()) - before:
-            path.unlink()
-
-
-def _figures(name: str, grid: Loop, case: Case, target: str) -> dict[str, float]:
-    """Spills in the loops that do matrix work, and what a full block costs."""
-    words = name.split("_")
-    units = ("rows", "tiles", "pages", "heads", "keys")
-    rows, tiles, pages, heads, keys = (int(words[words.index(unit) - 1]) for unit in units)
-    step = next(loop for loop in grid.within()[1:] if loop.matmuls)
-    block = next(loop for loop in step.inner if loop.matmuls)
-    computing = [loop for loop in block.within() if loop.matmuls]
-    spills = sum(loop.spills for loop in computing)
-
-    in_loops = pages > ISSUE
-    cycles = block.cost(tiles if in_loops else 0, 0 if in_loops else tiles * pages)
-    if in_loops:
-        turn = min(min(loop.walks.values()) for loop in block.inner if loop.copies > 1)
-        cycles += tiles * (pages // ISSUE) * turn
-    trips = [case.kv_heads // heads, pages * case.page_size // keys]
-    trips = [trip for trip in trips if trip > 1]
-    times = 1
-    for loop, trip in zip(computing[1:], trips, strict=True):
-        times *= trip
-        cycles += times * min(loop.walks.values())
-    if rows > 2 * case.heads:
-        flops = 4 * rows * case.head_dim * case.kv_heads * pages * case.page_size
-        return {"spills": spills, "peak": flops / cycles / FLOPS_PER_CYCLE[target]}
-    blocks = CONTEXT / (pages * case.page_size)
-    cycles = blocks * cycles + step.cost(0, 0)
-    return {"spills": spills, "cycles": cycles / (tiles * CONTEXT)}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only a representative few of the shapes")
-    parser.add_argument("--target", action="append", choices=TOPOLOGIES, help="a chip; all of them by default")
-    parser.add_argument("--compile", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--target", action="append", choices=[*TPUS, *GPUS], help="a chip; all of them by default")
+    parser.add_argument("--without-tests", action="store_true", help="only compile")
     options = parser.parse_args()
-    cases = QUICK if options.quick else FULL
-    targets = options.target or list(TOPOLOGIES)
-    if options.compile:
-        compile_cases(targets[0], cases, options.compile)
-        return 0
+    targets = options.target or [*TPUS, *GPUS]
 
-    lines = {target: _run(target, options.quick) for target in targets}
-    head = "cycles per cached token or share of peak, spills in the hot loop"
-    print(f"{head:90}" + "".join(f"{target:>16}" for target in targets))
-    failed = False
-    for number, case in enumerate(cases):
-        cells = []
-        for target in targets:
-            is_there = number < len(lines[target])
-            result = json.loads(lines[target][number]) if is_there else {"error": "the compiler ended"}
-            if "error" in result:
-                failed = True
-                cells.append("FAILED")
-                print(f"{target}, {case}: {result['error']}", file=sys.stderr)
+    faults = [
+        *_check_tpus([target for target in targets if target in TPUS], options.quick),
+        *_check_gpus([target for target in targets if target in GPUS], options.quick),
+    ]
+    if not options.without_tests:
+        faults += _run_tests()
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    return bool(faults)
+
+
+def _check_tpus(targets: list[str], quick: bool) -> list[str]:
+    if not targets:
+        return []
+    names = [str(case) for case in (tpu.QUICK if quick else tpu.FULL)]
+    with ThreadPoolExecutor(2) as pool:
+        results = dict(zip(targets, pool.map(lambda target: tpu.run(target, names), targets), strict=True))
+    head = "TPU: cycles per cached token or share of the peak, spills in the hot loop"
+    print(f"{head:90}" + "".join(f"{target:>14}" for target in targets))
+    for i, name in enumerate(names):
+        print(f"{name:90}" + "".join(f"{_cell(results[target][i]):>14}" for target in targets))
+
+    faults = []
+    found: figures.Found = {target: {} for target in targets}
+    for target in targets:
+        for name, result in zip(names, results[target], strict=True):
+            if isinstance(result, str):
+                faults.append(f"{target}, {name}: {result}")
                 continue
-            unit = "cycles" if case.queries == 1 else "peak"
-            figures = next(figures for figures in result["kernels"].values() if unit in figures)
-            value = f"{figures['cycles']:.2f}" if case.queries == 1 else f"{figures['peak']:.0%}"
-            cells.append(f"{value}, {figures['spills']}")
-        print(f"{case!s:90}" + "".join(f"{cell:>16}" for cell in cells))
-    return int(failed)
+            found[target][name] = result
+            if result["hot_spills"] and tpu.CASES[name].must_not_spill(target):
+                faults.append(f"{target}, {name}: {result['hot_spills']} spills in the hot loop")
+    return faults + _compare(found, dict.fromkeys(targets, tpu.compilers()))
 
 
-def _run(target: str, quick: bool) -> list[str]:
-    """The lines that the process for a target prints."""
-    with tempfile.TemporaryDirectory() as dump:
-        flags = {
-            "xla_jf_dump_to": dump,
-            "xla_jf_dump_llo_text": "true",
-            "xla_jf_dump_llo_pass_label_regex": PASSES,
-        }
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
-        }
-        command = [sys.executable, __file__, "--target", target, "--compile", dump, *["--quick"] * quick]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        print(f"{target}: {done.stderr[-2000:]}", file=sys.stderr)
-    return lines
+def _cell(result: figures.Figures | str) -> str:
+    if isinstance(result, str):
+        return "FAILED"
+    cost = f"{result['cycles']:.2f}" if "cycles" in result else f"{result['peak']:.0%}"
+    return f"{cost}, {result['hot_spills']}"
+
+
+def _check_gpus(targets: list[str], quick: bool) -> list[str]:
+    faults = []
+    for target in targets:
+        rows = gpu.check(gpu.QUICK if quick else gpu.SHAPES)
+        print(
+            f"\n{target + ': resources of':57} {'registers':>9} {'spilled bytes':>13} {'shared bytes':>12} {'blocks/SM':>9}"
+        )
+        for row in rows:
+            numbers = f"{row.registers:9} {row.spill_bytes:13} {row.shared_bytes:12} {row.fitting:9}"
+            print(f"{row.name:57} {numbers}")
+        faults += [f"{target}, {row.name}: {row.fault}" for row in rows if row.fault]
+        found = {row.name: row.figures() for row in rows if row.kernel}
+        faults += _compare({target: found}, {target: gpu.compilers()})
+    return faults
+
+
+def _compare(found: figures.Found, compilers: dict[str, dict[str, str]]) -> list[str]:
+    """What rose; says what cannot be compared."""
+    rises, remarks = figures.compare(figures.read(), found, compilers)
+    for remark in remarks:
+        print(f"not compared: {remark}")
+    return rises
+
+
+def _run_tests() -> list[str]:
+    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_mosaic_*.py"))
+    print(f"\nsimulated, with race detection: {' '.join(tests)}", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the compilers are there
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-rs", *tests]
+    return ["tests failed"] * bool(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
 """Reads the schedules that libtpu writes of the TPU kernels it compiles.
 
 libtpu's `packed-bundles-post-ra` dump has one line per issue slot, stalls included, with the targets of branches; its
-`static-per-bundle-utilization` dump says which units each slot uses. What they do not say is how long a copy takes: the
-cycles here are those of a kernel that never waits for memory.
+`static-per-bundle-utilization` dump says which units each slot uses, the `post-delay-converter` dump what lies in which
+memory. What they do not say is how long a copy takes: the cycles here are those of a kernel that never waits for memory.
 """
 
+import glob
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PASSES = "(packed-bundles-post-ra|utilization)"
-"""The value of `--xla_jf_dump_llo_pass_label_regex` for what is read here."""
+from chips import TPUS
 
-DELAY_SLOTS = {"v5e": 4, "v5p": 4, "v6e": 4, "tpu7x": 6}
-"""Issue slots after a branch that are executed before it is taken."""
+PASSES = "(packed-bundles-post-ra|utilization|post-delay-converter)"
+"""The value of `--xla_jf_dump_llo_pass_label_regex` for what is read here."""
 
 _LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.(?:rel|abs)\s+(\([^)]*\))?\s*target bundleno = (\d+)")
 _COPY = re.compile(r"= dma\.(?!done)[a-z_.]+")
+_ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+), scoped")
 
 Starts = tuple[int, int]
 """Of copies, on the way through a loop: the loops that start several per turn, and the copies outside of loops."""
@@ -47,19 +48,35 @@ class Loop:
         return min(cost for starts, cost in self.walks.items() if starts[0] >= loops and starts[1] >= copies)
 
 
-def read_kernels(folder: Path, target: str, name: str) -> dict[str, Loop]:
-    """The Pallas kernels in a dump whose name begins with `name`, as the loop of their grid."""
+@dataclass
+class Kernel(Loop):
+    """All of a kernel as the outermost loop; what it allocates, in bytes."""
+
+    vmem: int = 0
+    smem: int = 0
+
+    @property
+    def all_spills(self) -> int:
+        return sum(loop.spills for loop in self.within())
+
+
+def read_kernels(folder: Path, target: str, name: str) -> dict[str, Kernel]:
+    """The Pallas kernels in a dump whose name begins with `name`."""
     kernels = {}
-    for path in folder.glob(f"*-{name}*-packed-bundles-post-ra.txt"):
-        match = re.fullmatch(rf"\d+-({name}[^.]*)\.\d+-\d+-packed-bundles-post-ra\.txt", path.name)
+    for path in folder.glob(f"*-{glob.escape(name)}*-packed-bundles-post-ra.txt"):
+        match = re.fullmatch(rf"\d+-({re.escape(name)}[^.]*)\.\d+-\d+-packed-bundles-post-ra\.txt", path.name)
         if match:
             prefix = path.name[: match.end(1)]
-            usage = next(folder.glob(f"{prefix}*-pre-delay_hlo-static-per-bundle-utilization.txt"))
-            kernels[match[1]] = _read(path.read_text(errors="replace"), usage.read_text(), DELAY_SLOTS[target])
+            usage, memory = (
+                next(folder.glob(f"{glob.escape(prefix)}.*-{dump}.txt")).read_text(errors="replace")
+                for dump in ("pre-delay_hlo-static-per-bundle-utilization", "post-delay-converter")
+            )
+            kernels[match[1]] = read_kernel(path.read_text(errors="replace"), usage, memory, TPUS[target].delay)
     return kernels
 
 
-def _read(schedule: str, usage: str, delay: int) -> Loop:
+def read_kernel(schedule: str, usage: str, memory: str, delay: int) -> Kernel:
+    """A kernel from the texts of its three dumps."""
     labels, slots = [], []
     for line in schedule.splitlines():
         if match := _LINE.match(line):
@@ -74,8 +91,11 @@ def _read(schedule: str, usage: str, delay: int) -> Loop:
     copies = [len(_COPY.findall(slot)) for slot in slots]
     branches = {i: (bool(m[1]), int(m[2])) for i, slot in enumerate(slots) if (m := _BRANCH.search(slot))}
 
-    root = Loop(0, len(slots) - 1)
-    open_loops = [root]
+    ends = {"vmem": 0, "smem": 0}
+    for space, size, offset in _ALLOCATION.findall(memory):
+        ends[space] = max(ends[space], int(size, 0) + int(offset, 0))
+    root = Kernel(0, len(slots) - 1, **ends)
+    open_loops: list[Loop] = [root]
     for i, label in enumerate(labels):
         back = [source for source, (_, to) in branches.items() if to == i and source >= i] if label == "LB" else []
         if back:

@@ -1,0 +1,236 @@
+"""The Pallas kernel (Mosaic TPU) behind `mosaic_tpu_mla`: latent attention of tiles of query rows over paged latents.
+
+Grid. A *tile* is `rows` query rows of one sequence: the heads of a decode's only token, or those of a run of a prompt's
+tokens. A grid step computes `Shape.tiles` of them side by side, each over its own sequence, so that their chains
+matmul - maximum - exp - matmul overlap; a prompt's rows are cut into `Shape.parts` for the same end. Steps are as many as
+have work: the grid's size is a value of the batch.
+
+Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `t` and `t + 8`, then their RoPE parts, in whole
+lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their
+use. The same rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's
+latents. One matmul gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
+
+Loop. A step walks over the blocks of its longest tile: a turn of the online softmax (arXiv:1805.02867) each, whose
+running maximum and sum lie in VMEM scratch, as does the output. Logits are in units of log 2 there, which saves a
+multiplication per exponential.
+
+What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
+a NaN, and neither does a 0 in the RoPE parts of queries.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int, Num
+
+from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED, VMEM_LIMIT, Work
+from paxserve.pallas_kernels.mosaic_tpu_stream import (
+    END_ROW,
+    FIRST_ROW,
+    POSITION,
+    Stream,
+    pad_tables,
+    plan,
+    scratch,
+)
+
+VALUE_COLUMNS = 256  # of the output that are computed at a time, so that the sums fit into registers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a kernel is made for; all of them are static.
+
+    rank: kv_lora_rank.
+    rows: query rows of a tile, a multiple of 8.
+    heads: consecutive rows at one position; row `r` stands at the tile's position plus `r // heads`.
+    tiles: tiles per grid step.
+    parts: equal parts of a tile's rows, computed side by side.
+    block_pages: pages per block, which is computed at a time; a power of two.
+    slots: blocks in VMEM.
+    page_stride: of the pages in a block table, as in `paged_attention`.
+    """
+
+    rank: int
+    rows: int
+    heads: int
+    tiles: int
+    parts: int
+    block_pages: int
+    slots: int
+    page_stride: int
+
+
+def attend(
+    q: Float[Array, "tiles rows query_dim"],
+    latent_pages: Num[Array, "pages groups 8 two_cached_dim"],
+    block_tables: Int[Array, "seqs max_pages"],
+    work: Work,
+    *,
+    shape: Shape,
+    scale: Float[Array, ""],
+    soft_cap: float | None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "tiles rows rank"], Float32[Array, "tiles rows 128"]]:
+    """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
+
+    A row of `q` is a head's latent query and twice its RoPE part. `work.position` is counted from the first token of the
+    page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
+    Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
+    """
+    _, groups, group_rows, width = latent_pages.shape
+    page_size = 2 * groups * group_rows
+    rank, rows, tiles, block_pages = shape.rank, shape.rows, shape.tiles, shape.block_pages
+    rope = width // 2 - rank
+    part_rows = rows // shape.parts
+    half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
+    key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
+    value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
+    dtype = q.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    def kernel(
+        items: Any, counts: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any, pages_ref: Any,
+        out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, buffer: Any, *scratch: Any,
+    ) -> None:  # fmt: skip
+        del query_block  # for the block specs
+        step = pl.program_id(0)
+        sizes = tiles, page_size, block_pages, shape.slots
+        stream = Stream(*sizes, items, counts, tables, pages_ref, buffer, *scratch)
+
+        def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
+            """Zero a page but for its first `keys` keys."""
+            group, row, column = (lax.broadcasted_iota(jnp.int32, (groups, group_rows, width), i) for i in range(3))
+            is_second = ((column >= rank) & (column < 2 * rank)) | (column >= width - rope)
+            stored = buffer[slot, tile, page]
+            is_used = 2 * group_rows * group + row + jnp.where(is_second, group_rows, 0) < keys
+            buffer[slot, tile, page] = jnp.where(is_used, stored, jnp.zeros_like(stored))
+
+        def compute(number: Array, slot: Array) -> None:
+            """A turn of the online softmax, stage by stage, so that the chains of all tiles and parts overlap."""
+            chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
+
+            def load(tile: int, first: int, columns: int) -> Array:
+                stored = buffer[slot, tile, :, :, :, first : first + columns]
+                return stored.reshape(half, columns).astype(dtype)
+
+            def dot(a: Array, b: Array, contracted: int) -> Array:
+                dims = (((1,), (contracted,)), ((), ()))
+                return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
+
+            def find_logits(tile: int, part: Any) -> list[Array]:
+                """Those of the keys in the first and in the second halves of rows."""
+                query, twice = q_ref[tile, part, :rank], q_ref[tile, part, rank:]
+                is_first = lax.broadcasted_iota(jnp.int32, (part_rows, 2 * rope), 1) < rope
+                none = jnp.zeros_like(twice)
+                ropes = jnp.concatenate([jnp.where(is_first, twice, none), jnp.where(is_first, none, twice)])
+                rotated = jnp.split(dot(ropes, load(tile, 2 * rank, 2 * rope), 1), 2)
+                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
+                last = _repeat(position[tile, part] - first_page * key_step, half)
+                logits = []
+                for h in range(2):
+                    x = (dot(query, load(tile, h * rank, rank), 1) + rotated[h]) * factor[0]
+                    if soft_cap is not None:
+                        x = jnp.tanh(x) * (soft_cap * math.log2(math.e))
+                    logits.append(jnp.where(key[h : h + 1] <= last, x, MASKED))
+                return logits
+
+            weights = []
+            for chain, logits in [(chain, find_logits(*chain)) for chain in chains]:
+                old = top[chain]
+                new = jnp.maximum(old, jnp.maximum(*logits).max(1, keepdims=True))
+                fade = jnp.exp2(old - new)
+                w = [jnp.exp2(x - _repeat(new, half)) for x in logits]
+                weights.append([x.astype(dtype) for x in w])
+                top[chain] = new
+                total[chain] = total[chain] * fade + _by_lane(w[0] + w[1])
+                acc[chain] = acc[chain] * _repeat(fade, rank)
+            for (tile, part), w in zip(chains, weights, strict=True):
+                for c in range(0, rank, value_columns):
+                    y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
+                    if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
+                        y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
+                    acc[tile, part, c : c + value_columns] += y
+
+        pl.when(step == 0)(stream.start)
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+        row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+        for tile in range(tiles):
+            position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
+
+        @pl.loop(0, counts[step])
+        def _(number: Array) -> None:
+            compute(number, stream.take(step, number, clear))
+
+        for tile in range(tiles):
+            item = step * tiles + tile
+            weight = total[tile].sum(1, keepdims=True)
+            y = acc[tile] / weight
+            log = (top[tile] + jnp.log2(weight)) * math.log(2)
+            if shape.heads < rows:  # the other rows are those of tiles before and after
+                row = row_number[:, :1]
+                is_own = (row >= stream.field(FIRST_ROW, item)) & (row < stream.field(END_ROW, item))
+                y = jnp.where(is_own, y, out[tile].astype(jnp.float32))
+                log = jnp.where(is_own, log, lse[tile])
+            out[tile], lse[tile] = y.astype(dtype), log
+
+    items, counts = plan(work, tiles, page_size, block_pages)
+    factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
+    scalars = items, counts, work.query_block, jnp.reshape(factor, 1)
+    # Positions of a block's keys, from that of the first; those in second halves in the second row.
+    keys = jnp.arange(block_pages)[:, None] * key_step + jnp.arange(page_size)
+    keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
+
+    def per_step(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tiles, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(jnp.maximum(work.steps, 1),),
+            in_specs=[in_hbm, per_step(q.shape[2]), pl.BlockSpec((2, half), lambda i, *_: (0, 0)), in_hbm],
+            out_specs=[per_step(rank), per_step(LANES)],
+            scratch_shapes=[
+                pltpu.VMEM((tiles, rows, LANES), jnp.float32),
+                pltpu.VMEM((tiles, rows, LANES), jnp.float32),
+                pltpu.VMEM((tiles, rows, rank), jnp.float32),
+                pltpu.VMEM((tiles, rows, LANES), jnp.int32),
+                *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*q.shape[:2], rank), dtype),
+            jax.ShapeDtypeStruct((*q.shape[:2], LANES), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_LIMIT,
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
+        ),
+        interpret=interpret,
+        name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
+    )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
+
+
+def _by_lane(w: Float32[Array, "rows keys"]) -> Float32[Array, "rows 128"]:
+    """Sums that add up to the rows' sums: adding up lanes is left for the end."""
+    if w.shape[1] % LANES:
+        return jnp.broadcast_to(w.sum(1, keepdims=True) * (1 / LANES), (w.shape[0], LANES))
+    return functools.reduce(jnp.add, [w[:, i : i + LANES] for i in range(0, w.shape[1], LANES)])
+
+
+def _repeat(x: Num[Array, "rows 128"], width: int) -> Num[Array, "rows width"]:
+    """A value per row, in all of its lanes, in `width` lanes."""
+    return x[:, :1] if width % LANES else jnp.concatenate([x] * (width // LANES), axis=1)

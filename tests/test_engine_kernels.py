@@ -1,0 +1,34 @@
+"""Whole engines on the TPU's and the GPU's attention, simulated: they generate what they do on `xla`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_models import write_checkpoint
+from test_paged_attention import needs_interpreter
+
+from paxserve import LLM, SamplingParams
+
+LLAMA: dict[str, Any] = {"name": "qwen2_some_windows"}
+# Sizes that the kernel for Hopper computes.
+DEEPSEEK: dict[str, Any] = {"name": "deepseek_v3_experts", "kv_lora_rank": 128, "qk_rope_head_dim": 64}
+SMALL = {"page_size": 16, "num_pages": 9, "max_num_seqs": 2, "max_num_batched_tokens": 24, "max_model_len": 64}
+
+
+def generate(directory: Path, attention: str, dtype: str) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(0, 60, n).tolist()} for n in (3, 31, 17)]
+    llm = LLM(str(directory), attention=attention, dtype=dtype, debug=True, compilation_cache_dir=None, **SMALL)
+    assert llm.engine.runner.attention == attention
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+@pytest.mark.parametrize(("attention", "dtype"), [("mosaic_tpu", "float32"), ("mosaic_gpu", "bfloat16")])
+def test_tokens_are_those_of_xla(tmp_path: Path, model: dict[str, Any], attention: str, dtype: str) -> None:
+    if attention == "mosaic_gpu":
+        needs_interpreter()
+    write_checkpoint(tmp_path, **model)
+    assert generate(tmp_path, attention, dtype) == generate(tmp_path, "xla", dtype)
