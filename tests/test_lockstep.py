@@ -64,9 +64,11 @@ def tokens(outputs):
 
 
 def test_two_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
+    """On a mesh of four devices, two in each process; one process on one device then repeats what they recorded."""
     file, outputs = recorded
     again = tmp_path / "again.jsonl"
-    code, out, err = Launched(2, 1, "replay", file, "--json", "--record", again, *cache).wait()
+    mesh = ["--mesh", "data=2,kv_page=2"]
+    code, out, err = Launched(2, 2, "replay", file, "--json", "--record", again, *mesh, *cache).wait()
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])  # gloo may have said something before
     assert result["differences"] == []
@@ -74,8 +76,7 @@ def test_two_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
     assert found.keys() == outputs.keys()
     for name in outputs.keys() - {ABORTED}:
         assert found[name] == [sample.token_ids for sample in outputs[name].outputs]
-    # What several processes recorded is repeated by one.
-    assert main(["replay", str(again), *cache]) == 0
+    assert main(["replay", str(again), "--mesh", "1", *cache]) == 0
     assert capsys.readouterr().out.endswith(": as recorded\n")
 
 
