@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from paxserve.cli import bench, chat, convert, footprint, generate, info, plan
+from paxserve.cli import bench, chat, convert, footprint, generate, info, plan, replay
 
-COMMANDS = (generate, chat, convert, info, footprint, plan, bench)
+COMMANDS = (generate, chat, convert, info, footprint, plan, bench, replay)
 
 EPILOG = """\
 examples:
