@@ -89,9 +89,10 @@ def paged_attention(
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             window=window,
             soft_cap=soft_cap,
+            cores=cores_per_device(),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
-        return out[..., -head_dim:], lse[..., 0]
+        return out[: len(rows), ..., -head_dim:], lse[: len(rows), ..., 0]
 
     pages = Pages(
         page_size,
@@ -119,6 +120,11 @@ def paged_attention(
     out, lse = out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
     out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
     return out.astype(q.dtype), lse
+
+
+def cores_per_device() -> int:
+    """Cores over which a device's parallel grid axes are dealt: two on v5p, one elsewhere."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
 
 
 @dataclass(frozen=True)

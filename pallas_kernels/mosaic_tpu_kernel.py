@@ -3,7 +3,8 @@
 Grid. A *tile* is `rows` query rows of every KV head that belong to one sequence: the query heads of a decode's only token,
 or those of a run of a prompt's tokens. A grid step computes `Shape.tiles` of them side by side, each over its own sequence,
 so that the chains matmul - maximum - exp - matmul of tiles and heads, which depend on nothing of each other, overlap.
-Steps are as many as have work: the grid's size is a value of the batch.
+Steps are as many as have work: the grid's size is a value of the batch. Where a device has two cores, each takes the steps
+of one half of the blocks, with buffers of its own; steps that write the same rows stay together.
 
 Loop. A step walks over blocks of `block_pages` pages, aligned in the block table, from each tile's first page (a sliding
 window's) to its last: as many as its longest tile has. Running maximum, sum and output of the online softmax
@@ -110,6 +111,7 @@ def attend(
     scale: Float[Array, ""],
     window: Int[Array, ""] | None,
     soft_cap: float | None,
+    cores: int = 1,
     interpret: Any = False,
 ) -> tuple[Float[Array, "tiles kv_heads rows value_dim"], Float32[Array, "tiles kv_heads rows 128"]]:
     """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
@@ -131,12 +133,15 @@ def attend(
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
-        items: Any, counts: Any, query_block: Any, limit: Any, factor: Any, tables: Any, q_ref: Any, pages: Any,
+        items: Any, counts: Any, bounds: Any, query_block: Any, limit: Any, factor: Any, tables: Any, q_ref: Any, pages: Any,
         out: Any, lse: Any, ids: Any, kv: Any, top: Any, total: Any, acc: Any, cursor: Any, first_page: Any, end_page: Any,
         full: Any, ids_sem: Any, kv_sem: Any, *stages: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
-        step, steps = pl.program_id(0), pl.num_programs(0)
+        if cores == 1:
+            step, steps_end = pl.program_id(1), pl.num_programs(1)
+        else:
+            step, steps_end = bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
 
         def field(number: int, item: Array) -> Array:
             return items[number * len(work.seq) + item]
@@ -188,7 +193,7 @@ def attend(
             """Start the copies of the block at the cursor, and move the cursor on."""
             at, number, slot = cursor[0], cursor[1], cursor[2]
 
-            @pl.when(at < steps)
+            @pl.when(at < steps_end)
             def _() -> None:
                 pl.when(refills(number))(pltpu.make_async_copy(ids, ids, ids_sem).wait)
                 is_full = [start_pages(at * tiles + tile, number, slot, tile) for tile in range(tiles)]
@@ -199,7 +204,7 @@ def attend(
         def seek(at: Array, number: Array, slot: Array) -> None:
             cursor[0], cursor[1], cursor[2] = at, number, slot
 
-            @pl.when((at < steps) & refills(number))
+            @pl.when((at < steps_end) & refills(number))
             def _() -> None:
                 for tile in range(tiles):
                     ids_copy(at * tiles + tile, number, tile).start()
@@ -374,57 +379,71 @@ def attend(
             slot, unit, _, cursor[3], _ = lax.fori_loop(0, counts[step] * (units // shape.turn), turn, carry)
             third_stage(slot, unit, 1)
 
-        @pl.when(step == 0)
+        @pl.when(pl.program_id(1) == 0)
         def _() -> None:
             cursor[3] = 0
-            seek(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+            seek(step, jnp.int32(0), jnp.int32(0))
             for _ in range(shape.slots - (2 if shape.turn else 1)):  # a pipeline is still at the block before
                 fetch()
 
-        top[...] = jnp.full_like(top, LOWEST)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        @pl.when(cores == 1 or step < steps_end)
+        def _() -> None:
+            top[...] = jnp.full_like(top, LOWEST)
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
 
-        if shape.turn:
-            run_pipeline()
-        else:
+            if shape.turn:
+                run_pipeline()
+            else:
 
-            @pl.loop(0, counts[step])
-            def _(number: Array) -> None:
-                slot = cursor[3]
-                cursor[3] = next_slot(slot)
-                enter(number, slot)
-                _loop(kv_heads // shape.heads, lambda i: _loop(
-                    pieces, lambda piece: compute(number, slot, i * shape.heads, piece)
-                ))  # fmt: skip
+                @pl.loop(0, counts[step])
+                def _(number: Array) -> None:
+                    slot = cursor[3]
+                    cursor[3] = next_slot(slot)
+                    enter(number, slot)
+                    _loop(kv_heads // shape.heads, lambda i: _loop(
+                        pieces, lambda piece: compute(number, slot, i * shape.heads, piece)
+                    ))  # fmt: skip
 
-        for tile in range(tiles):
-            item = step * tiles + tile
-            is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
-            for h in range(kv_heads):
-                weight = total[tile, h].sum(1, keepdims=True)
-                y = acc[tile, h] / jnp.maximum(weight, TINY)  # of a row that saw no key
-                log = top[tile, h] * (unit_log2 / LOG2_E) + jnp.log(weight)
-                if group < rows:  # the other rows are those of tiles before and after
-                    y = jnp.where(is_own, y, out[tile, h].astype(jnp.float32))
-                    log = jnp.where(is_own, log, lse[tile, h])
-                out[tile, h], lse[tile, h] = y.astype(dtype), log
+            for tile in range(tiles):
+                item = step * tiles + tile
+                is_own = (row_number >= field(FIRST_ROW, item)) & (row_number < field(END_ROW, item))
+                for h in range(kv_heads):
+                    weight = total[tile, h].sum(1, keepdims=True)
+                    y = acc[tile, h] / jnp.maximum(weight, TINY)  # of a row that saw no key
+                    log = top[tile, h] * (unit_log2 / LOG2_E) + jnp.log(weight)
+                    if group < rows:  # the other rows are those of tiles before and after
+                        y = jnp.where(is_own, y, out[tile, h].astype(jnp.float32))
+                        log = jnp.where(is_own, log, lse[tile, h])
+                    out[tile, h], lse[tile, h] = y.astype(dtype), log
 
     first, end = entries(work.first_key, work.end_key, page_size, shape.stride)
     blocks = jnp.where(end > first, -(-end // block_pages) - first // block_pages, int(shape.turn > 0))
     items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
     counts = blocks.reshape(-1, tiles).max(1)
+    bounds = _share(counts, work.query_block, work.steps, cores)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
     scalars = (
         items,
         counts,
+        bounds,
         work.query_block,
         jnp.reshape(jnp.int32(0) if window is None else window, 1),
         jnp.reshape(scale, 1),
     )
 
-    def per_step(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((tiles, kv_heads, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0, 0))
+    spare_tiles = tiles * (cores > 1)  # tiles that a core without steps writes
+    idle = len(q) // tiles * (cores > 1)
+
+    def per_step(last: int, idle: int) -> pl.BlockSpec:
+        def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
+            if cores == 1:
+                return query_block[i], 0, 0, 0
+            first, end = bounds[core], bounds[core + 1]
+            block = query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))]
+            return jnp.where(first < end, block, idle), 0, 0, 0
+
+        return pl.BlockSpec((tiles, kv_heads, rows, last), index)
 
     buffers = [
         *[pltpu.VMEM((rows, shape.keys), jnp.float32)] * 2,
@@ -437,9 +456,9 @@ def attend(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(jnp.maximum(work.steps, 1),),
-            in_specs=[in_hbm, per_step(key_dim), in_hbm],
-            out_specs=[per_step(value_dim), per_step(LANES)],
+            grid=(cores, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
+            in_specs=[in_hbm, per_step(key_dim, 0), in_hbm],
+            out_specs=[per_step(value_dim, idle), per_step(LANES, idle)],
             scratch_shapes=[
                 pltpu.SMEM((tiles * 2 * TABLE_ROW,), jnp.int32),
                 pltpu.VMEM((shape.slots, tiles, block_pages, kv_heads, page_size, width), kv_pages.dtype),
@@ -456,11 +475,11 @@ def attend(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:3], value_dim), dtype),
-            jax.ShapeDtypeStruct((*q.shape[:3], LANES), jnp.float32),
+            jax.ShapeDtypeStruct((len(q) + spare_tiles, *q.shape[1:3], value_dim), dtype),
+            jax.ShapeDtypeStruct((len(q) + spare_tiles, *q.shape[1:3], LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
@@ -469,6 +488,18 @@ def attend(
         name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys"
         + f"_{shape.turn}_units" * bool(shape.turn),
     )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
+
+
+def _share(
+    counts: Int32[Array, "steps"], query_block: Int32[Array, "steps"], steps: Int32[Array, ""], cores: int
+) -> Int32[Array, "cores_plus_1"]:
+    """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block."""
+    is_step = jnp.arange(len(counts)) < steps
+    done = jnp.cumsum(jnp.where(is_step, counts, 0))
+    cuts = jnp.searchsorted(done, done[-1] * jnp.arange(1, cores) // cores)
+    ascending = jnp.where(is_step, query_block, len(counts))
+    cuts = jnp.searchsorted(ascending, ascending[cuts])
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
 
 
 def entries(

@@ -4,19 +4,32 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_paged_attention
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from test_paged_attention import MIXED, Case, assert_close
 
-from paxserve.pallas_kernels import GQASizes, MLASizes, choose_implementation, mosaic_tpu, paged_attention
+from paxserve.pallas_kernels import (
+    GQASizes,
+    MLASizes,
+    choose_implementation,
+    mosaic_tpu,
+    mosaic_tpu_write,
+    paged_attention,
+    storage_dtype,
+    write_pages,
+)
 
 EVERYTHING = {"window": jnp.int32(21), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}
+QUICK = {"xla_backend_optimization_level": 0}
 LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
 CASES = {
     "mixed, in small blocks": Case(**MIXED, padding=40, options=EVERYTHING),
@@ -30,8 +43,8 @@ CASES = {
 }
 
 SMALL = {
-    "mosaic_tpu decode": {"block_keys": 32, "chains": 12, "slots": 3},
-    "mosaic_tpu prefill": {"query_rows": 48, "query_keys": 16, "turn": 4, "slots": 4},
+    "mosaic_tpu decode": {"block_keys": 32, "chains": 4, "slots": 3},
+    "mosaic_tpu prefill": {"query_rows": 48, "query_keys": 16, "turn": 2, "slots": 4},
 }
 
 
@@ -39,9 +52,8 @@ SMALL = {
 def simulated(monkeypatch):
     """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
     monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda kernel, **_: SMALL[kernel])
-    quick = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(
-        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)
+        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=QUICK)
     )
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
@@ -68,6 +80,13 @@ def test_dealt_pages(case: Case) -> None:
     assert_close(dealt.run("mosaic_tpu"), dealt.numpy(), atol=1e-5)
 
 
+def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_tpu, "cores_per_device", lambda: 2)
+    case = Case((1, 20, 1, 7, 30), (70, 33, 1, 9, 40), heads=2, kv_heads=1, padding=9)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+        assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
 def test_bfloat16_with_every_free_slot_nan() -> None:
     case = Case((1, 1, 20), (50, 1, 33), heads=4, kv_heads=2, head_dim=64, dtype=jnp.bfloat16, seed=3)
     out, lse = case.run("mosaic_tpu")
@@ -76,12 +95,62 @@ def test_bfloat16_with_every_free_slot_nan() -> None:
     np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
 
 
-def test_int8_pages() -> None:
-    case = Case((1, 1), (50, 33), heads=4, kv_heads=2, page_size=32, options={"max_query_len": 1})
-    case.kv_pages = jnp.asarray(np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape), jnp.int8)
+@pytest.mark.parametrize(
+    ("dtype", "queries", "contexts"), [(jnp.int8, (1, 1), (50, 33)), (jnp.float8_e4m3fn, (1, 9), (50, 33))]
+)
+def test_quantised_pages(dtype: Any, queries: tuple[int, ...], contexts: tuple[int, ...]) -> None:
+    options = {"max_query_len": max(queries)}
+    case = Case(queries, contexts, heads=4, kv_heads=2, page_size=32, padding=0, options=options)
+    drawn = np.random.default_rng(1).integers(-127, 128, case.kv_pages.shape)
+    case.kv_pages = jnp.asarray(drawn).astype(dtype)
     result = case.run("mosaic_tpu", k_scale=jnp.float32(0.03), v_scale=jnp.float32(0.05))
-    case.kv_pages = case.kv_pages * jnp.repeat(jnp.asarray([0.03, 0.05]), case.head_dim)
+    case.kv_pages = case.kv_pages.astype(jnp.float32) * jnp.repeat(jnp.asarray([0.03, 0.05]), case.head_dim)
     assert_close(result, case.run("reference"), atol=2e-5)
+
+
+def test_a_context_beyond_65536_tokens() -> None:
+    """Of which a window leaves all but the end: positions and tables are long, the work is not."""
+    case = Case((1, 2), (66_000, 65_537), heads=1, kv_heads=1, head_dim=8, options={"window": jnp.int32(40)})
+    assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=3, max_size=3),
+    window=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
+def test_drawn_batches(rows: list[tuple[int, int]], window: int, seed: int) -> None:
+    queries = tuple(query for query, _ in rows)
+    contexts = tuple(query + before if query else 0 for query, before in rows)
+    case = Case(queries, contexts, 2, 2, padding=70 - sum(queries), seed=seed, options={"window": jnp.int32(window)})
+    case.block_tables = np.pad(case.block_tables, ((0, 0), (0, 6 - case.block_tables.shape[1])))
+    case.kv_pages = jnp.pad(case.kv_pages, ((0, 20 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
+    assert_close(case.run("mosaic_tpu"), case.run("reference"), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+def test_written_pages(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that begin and end within tiles and chunks of tokens, a page that is not there, padding on the null page."""
+    monkeypatch.setattr(mosaic_tpu_write, "CHUNK", 8)
+    token_pages = np.array([3] * 9 + [4] * 3 + [2, 7, 11, 1, 1, 0, 0, 0])
+    token_offsets = np.array([*range(55, 64), *range(3), 5, 63, 0, 9, 40, 0, 0, 0])
+    rng = np.random.default_rng(0)
+    pages = jnp.asarray(rng.integers(-9, 10, (9, 2, 64, 32))).astype(storage_dtype(dtype))
+    k, v = jnp.asarray(rng.integers(-9, 10, (2, len(token_pages), 2, 16)), jnp.float32)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if dtype == jnp.int8 else {}
+    write = jax.jit(write_pages, static_argnames="implementation", compiler_options=QUICK)
+    written = write(pages, k, v, token_pages, token_offsets, implementation="mosaic_tpu", **scales)
+    expected = write(pages, k, v, token_pages, token_offsets, implementation="xla", **scales)
+    np.testing.assert_array_equal(np.asarray(written[1:], np.float32), np.asarray(expected[1:], np.float32))
+
+
+def test_written_stacked_pages() -> None:
+    pages = jnp.zeros((3, 1, 32, 8))
+    k, v = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 1, 8)))
+    at = np.array([2, 2, 1]), np.array([7, 8, 0])
+    expected = write_pages(pages, k, v, *at, implementation="xla")
+    np.testing.assert_array_equal(write_pages(pages, k, v, *at, implementation="mosaic_tpu"), expected)
 
 
 def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
