@@ -81,7 +81,7 @@ def paged_attention(
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     sizes = GQASizes(heads, kv_heads, head_dim, page_size)
-    chosen = choose_implementation(implementation, jax.default_backend(), q.dtype, kv_pages.dtype, sizes=sizes)
+    chosen = choose_implementation(implementation, _platform(), q.dtype, kv_pages.dtype, sizes=sizes)
     return _module(chosen).paged_attention(
         q,
         kv_pages,
@@ -145,7 +145,7 @@ def mla_paged_attention(
         raise ValueError("int8 pages need k_scale")
     sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], page_size)
     chosen = choose_implementation(
-        implementation, jax.default_backend(), q_latent.dtype, latent_pages.dtype, sizes=sizes
+        implementation, _platform(), q_latent.dtype, latent_pages.dtype, sizes=sizes
     )
     return _module(chosen).mla_paged_attention(
         q_latent,
@@ -212,13 +212,9 @@ def write_pages(
     """
     kv_heads, head_dim = k.shape[1:]
     sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
-    module = "layout"
-    if implementation in (None, "mosaic_tpu"):
-        chosen = choose_implementation(implementation, jax.default_backend(), kv_pages.dtype, sizes=sizes)
-        module = "mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout"
-    elif implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
-    return _module(module).write_pages(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
+    chosen = choose_implementation(implementation, _platform(), kv_pages.dtype, sizes=sizes)
+    module = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout")
+    return module.write_pages(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
 
 
 def choose_implementation(
@@ -246,6 +242,12 @@ def supported(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike,
     dtypes: of the queries and of the pages array. Raises ValueError for an unknown implementation.
     """
     return _why_not(implementation, platform, *dtypes, sizes=sizes) is None
+
+
+def _platform() -> str:
+    """What the program that is being traced is for: under a mesh its devices, which need not be there."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 @functools.cache

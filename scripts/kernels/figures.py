@@ -1,10 +1,10 @@
 """What kernels cost, as it is stored in docs/kernels.json and compared with what is found now.
 
 Figures of a TPU kernel: cycles per cached token of its hot loop (`hot`), of issuing page copies (`copies`) and of the
-whole kernel (`cycles`; `ragged` is the same at contexts from 64 to twice as long), or for a prefill the share of the matrix
-units' peak (`peak`); spills in the hot loop and in all; `vmem` and `smem` in bytes; `bytes` of KV read per cached token,
-and the `least_bytes` it can be. Of a GPU kernel: `registers` of a thread, `shared` bytes of a thread block, thread blocks
-`fitting` on a multiprocessor, `spill_bytes`.
+whole kernel (`cycles`; `ragged` is the same at contexts from 64 to twice as long), or for a prefill the share of a core's
+peak in matrix products (`peak`); spills in the hot loop and in all; the `cores` that share its work, if not one; `vmem` and
+`smem` in bytes; `bytes` of KV read per cached token, and the `least_bytes` it can be. Of a GPU kernel: `registers` of a
+thread, `shared` bytes of a thread block, thread blocks `fitting` on a multiprocessor, `spill_bytes`.
 """
 
 import json

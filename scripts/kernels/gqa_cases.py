@@ -143,6 +143,7 @@ class Case:
         return {
             **decode_cycles(hot, copies, step.cost(0, 0), tiles, pages * self.page_size),
             **resources,
+            "cores": TPUS[target].cores,
             "bytes": moved,
             "least_bytes": least,
         }

@@ -31,8 +31,8 @@ rate, if all copying hides behind computing; and the sum of both, if none does.
 together: those of the loop with the matrix products, those that issue copies of pages, and the whole kernel's. *Spills* are
 of registers, in that loop and in the whole kernel. *Bytes* are what is read per cached token, and the least it could be. *Time*
 is the batch's, its lower and upper bound; *of HBM* the least bytes' share of the memory's rate at the lower.
-A kernel uses one core of a device; a v5p has two. The kernels beside ours are those of {peers}, with
-the block sizes they choose; where one leaves the choice to its caller, blocks of 512 tokens.
+A v5p has two cores; ours for grouped queries use both, the others one. The kernels beside ours are those of
+{peers}, with the block sizes they choose; where one leaves the choice to its caller, blocks of 512 tokens.
 """
 PREFILL = """
 ## TPU: prefill
@@ -167,7 +167,7 @@ def _row(label: str, kernel: str, own: Figures, target: str) -> str:
 
 def bounds(own: Figures, target: str) -> tuple[float, float]:
     """The least and the most seconds of a decode, copies hidden behind computing altogether or not at all."""
-    computing = SEQS * CONTEXT * own["cycles"] / TPUS[target].clock
+    computing = SEQS * CONTEXT * own["cycles"] / TPUS[target].clock / own.get("cores", 1)
     reading = SEQS * CONTEXT * own["bytes"] / TPUS[target].hbm
     return max(computing, reading), computing + reading
 
@@ -178,6 +178,8 @@ def _by_target(stored: dict[str, Any], kind: str, shown: Callable[[Figures], str
     yield f"| shape | {' | '.join(targets)} |\n|---|{'---|' * len(targets)}\n"
     for name in (str(case) for case in tpu.FULL if str(case).startswith(kind)):
         found = [stored["figures"][target].get(name) for target in targets]
+        if not any(found):
+            continue
         cells = ("" if own is None else f"{shown(own)}, {own['hot_spills']} spills" for own in found)
         yield f"| {name.removeprefix(kind)} | {' | '.join(cells)} |\n"
 
