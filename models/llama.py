@@ -72,7 +72,8 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
 
         with jax.named_scope("write_pages"):
-            kv_pages = write_pages(kv_pages, k, v, batch.token_pages + first_page, batch.token_offsets)
+            places = batch.token_pages + first_page, batch.token_offsets
+            kv_pages = write_pages(kv_pages, k, v, *places, implementation=batch.attention)
 
         with jax.named_scope("paged_attention"):
             attended, lse = paged_attention(

@@ -212,9 +212,13 @@ def write_pages(
     """
     kv_heads, head_dim = k.shape[1:]
     sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
-    chosen = choose_implementation(implementation, jax.default_backend(), kv_pages.dtype, sizes=sizes)
-    write = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout").write_pages
-    return write(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
+    module = "layout"
+    if implementation in (None, "mosaic_tpu"):
+        chosen = choose_implementation(implementation, jax.default_backend(), kv_pages.dtype, sizes=sizes)
+        module = "mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout"
+    elif implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
+    return _module(module).write_pages(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
 
 
 def choose_implementation(

@@ -16,6 +16,7 @@ applied to queries and outputs instead, so that attention reads it as the K of o
 each 16, row `r` has tokens `r` and `r + 8`, their latents, then their RoPE parts. TPUs use them: 2 * (512 + 64) values
 fill lanes of 128 exactly, where 576 would be padded to 640, and 8 rows are the memory tile that XLA lays out arrays of
 any dtype in if it is told so by an axis of 8; else it copies arrays of 8-bit values into it and back for each write.
+Readers and `write_latent_pages` take either kind and tell them apart by the number of axes.
 
 On CPU bfloat16 pages are stored as their bit patterns in uint16. XLA:CPU rewrites bfloat16 scatters, gathers and slices
 to float32, which converts the WHOLE array around each of them (75 ms instead of 0.04 ms for a decode step's writes into
@@ -164,7 +165,7 @@ def keys_before(
 def storage_dtype(dtype: jax.typing.DTypeLike, platform: str | None = None) -> jnp.dtype:
     """The dtype of the array that holds pages of `dtype` on `platform` (None: the default backend's)."""
     on_cpu = (platform or jax.default_backend()) == "cpu"
-    return jnp.dtype(jnp.uint16 if on_cpu and dtype == jnp.bfloat16 else dtype)
+    return jnp.dtype(jnp.uint16 if on_cpu and jnp.dtype(dtype) == jnp.bfloat16 else dtype)
 
 
 def load(stored: Num[Array, "..."]) -> Num[Array, "..."]:

@@ -4,11 +4,12 @@ One kernel computes decodes and prefills of a ragged batch. The grid is persiste
 the multiprocessors, each with an equal share of the batch's key blocks (see mosaic_gpu_schedule.py). A thread block is one
 warpgroup and goes through its items one after the other:
 
-    q_smem    the item's query rows, row r being head r % group of token r // group; then its output
+    q_smem    the item's query rows, row r being head r % group of token r // group
     kv_smem   a ring of blocks of 64 keys, K and V side by side as in the pages; one TMA copy per unit, which is a
-              page or 64 tokens of a longer one
+              page or 64 tokens of a longer one; in the end the item's output
+    wide_smem for 8-bit pages a block in the queries' dtype, since wgmma multiplies like by like
     loop      wait for a block; S = Q K^T; mask; online softmax in base 2 (arXiv:1805.02867); O += P V, P from registers;
-              refill the block's place in the ring. The page numbers of the next refill are loaded one step ahead
+              refill the block's place in the ring. The page numbers of the refill are loaded before the wait
 
 64 rows are wgmma's least: a decode fills `group` of them, which by the instructions' count (some 420 a warp for a block)
 should still take less time than reading the keys. An item that lies in one share is final; the pieces of others go to
@@ -20,6 +21,7 @@ an item was cut, and a result does not depend on the rest of the batch but for t
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,13 +32,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels import mosaic_gpu_mla
-from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv, storage_dtype
+from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, latent_rows, load, split_kv, storage_dtype
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
 from paxserve.pallas_kernels.xla import finish
 
 ROWS = 64  # query rows of an item
-CTAS_PER_SM = {64: 3, 80: 2, 96: 2, 128: 2, 192: 1, 256: 1}  # by head_dim, as registers allow
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SHARED_BYTES = 233472  # of a multiprocessor
 OTHER_SHARED_BYTES = 5120  # of a thread block, beside its queries and keys: barriers, alignment, what the system takes
 EIGHT_BIT = ("int8", "float8_e4m3fn")  # pages that are converted to the queries' dtype, block by block
@@ -70,7 +72,7 @@ def paged_attention(
         # As CPUs store pages: bit patterns, perhaps stacked.
         kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
     else:
-        ctas = CTAS_PER_SM[q.shape[-1]] * jax.local_devices()[0].core_count
+        ctas = ctas_per_sm(q.shape[-1], kv_pages.dtype) * jax.local_devices()[0].core_count
     return attend(
         q,
         kv_pages,
@@ -94,18 +96,21 @@ def paged_attention(
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
-    latent_pages: Num[Array, "pages page_size cached_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
     **options: Any,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted."""
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted.
+
+    Paired pages, a TPU's, are unpaired first.
+    """
     on_cpu = jax.default_backend() == "cpu"
     return mosaic_gpu_mla.attend(
         q_latent,
         q_rope,
-        load(latent_pages),
+        latent_rows(load(latent_pages), q_latent.shape[-1], q_rope.shape[-1]),
         block_tables,
         context_lens,
         query_starts,
@@ -134,15 +139,22 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
         return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
     if isinstance(sizes, MLASizes):
         return mosaic_gpu_mla.why_not(sizes)
-    if sizes.head_dim not in CTAS_PER_SM:
-        return f"it computes head_dim {', '.join(map(str, CTAS_PER_SM))}, not {sizes.head_dim}"
-    if sizes.head_dim == 256 and any(dtype.name in EIGHT_BIT for dtype in pages):
-        return f"it has no registers left to convert {pages[0]} pages of head_dim 256"
+    if sizes.head_dim not in HEAD_DIMS:
+        return f"it computes head_dim {', '.join(map(str, HEAD_DIMS))}, not {sizes.head_dim}"
+    if sizes.head_dim > 128 and any(dtype.name in EIGHT_BIT for dtype in pages):
+        return f"it has no registers left to convert {pages[0]} pages of head_dim {sizes.head_dim}"
     if sizes.head_dim == 256 and sizes.page_size < 32:
         return f"it has no registers left to read head_dim 256 from pages of fewer than 32 tokens, such as {sizes.page_size}"
     if sizes.heads // sizes.kv_heads > ROWS:
         return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
+
+
+def ctas_per_sm(head_dim: int, pages_dtype: jax.typing.DTypeLike) -> int:
+    """Thread blocks that run on a multiprocessor together, as their registers allow; shared memory is cut to fit."""
+    if head_dim > 128:
+        return 1
+    return 3 if head_dim == 64 and jnp.dtype(pages_dtype).name not in EIGHT_BIT else 2
 
 
 def attend(
@@ -171,7 +183,7 @@ def attend(
     tile_tokens = min(ROWS // group, max_query_len or tokens, tokens)
     rows = -(-tile_tokens * group // 8) * 8  # a TMA copy moves whole tiles of 8 rows
     unit = min(page_size, BLOCK)
-    widens = kv_pages.dtype.itemsize == 1
+    widens = kv_pages.dtype.name in EIGHT_BIT
     schedule = make_schedule(
         context_lens,
         query_starts,
@@ -186,7 +198,7 @@ def attend(
         ctas=ctas,
     )
     num_tiles = len(schedule.tiles)
-    shared = SHARED_BYTES // CTAS_PER_SM[head_dim] - OTHER_SHARED_BYTES
+    shared = SHARED_BYTES // ctas_per_sm(head_dim, kv_pages.dtype) - OTHER_SHARED_BYTES
     shared -= (ROWS * head_dim + widens * BLOCK * width) * q.dtype.itemsize
     stages = min(shared // (BLOCK * width * kv_pages.dtype.itemsize), MAX_STAGES)
 
@@ -215,7 +227,7 @@ def attend(
             interpret=interpret is not None,
         ),
         out_type=(
-            jax.ShapeDtypeStruct(q_rows.shape, q.dtype),
+            float32(q_rows.shape),
             float32((num_tiles, kv_heads, ROWS)),
             float32((2 * ctas, rows, head_dim)),
             float32((2 * ctas, ROWS)),
@@ -245,7 +257,7 @@ def attend(
         kv_pages.reshape(num_pages, kv_heads, -1, unit, width),
     )
     out, lse = collect(schedule, out, lse, parts, parts_lse[:, :rows], group=group, interpret=interpret)
-    out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
+    out, lse = finish(out, lse, v_scale, sinks)
     return out.astype(q.dtype), lse
 
 
@@ -260,7 +272,7 @@ def _attend_kernel(
     lse_ref: Any,  # [tiles, kv_heads, ROWS]
     parts_ref: Any,  # [2 * ctas, rows, head_dim]
     parts_lse_ref: Any,  # [2 * ctas, ROWS]
-    kv_or_part_smem: Any,
+    kv_or_out_smem: Any,
     wide_smem: Any,
     q_smem: Any,
     row_smem: Any,
@@ -278,19 +290,16 @@ def _attend_kernel(
     _, kv_heads, rows, head_dim = q_ref.shape
     units, unit = kv_ref.shape[2:4]  # of a page
     page_size = units * unit
-    kv_smem, part_smem = kv_or_part_smem
+    kv_smem, out_smem = kv_or_out_smem
     stages = kv_smem.shape[0]
     short_of_registers = head_dim > 128
     wgmma_layout = plgpu.Layout.WGMMA
-    logit_scale = scale if k_scale_ref is None else scale * k_scale_ref[0]
     cta = lax.axis_index("cta")
-    share_begin, share_end = ctas_ref[cta, 0], ctas_ref[cta, 1]
-
     span = BLOCK + (BLOCK // unit - 1) * (page_stride - 1) * unit  # from a block's first key to its last
 
-    def keys_of_block(shape: tuple[int, ...], axis: int) -> Array:
+    def keys_of_block(shape: tuple[int, ...], axis: int, layout: plgpu.Layout = wgmma_layout) -> Array:
         """How far each key of a block is from its first: the block's units may be of pages that are far apart."""
-        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wgmma_layout)
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         return key if page_stride == 1 else key + lax.div(key, jnp.int32(unit)) * ((page_stride - 1) * unit)
 
     def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
@@ -303,8 +312,8 @@ def _attend_kernel(
             tiles_ref[tile, i] for i in range(9)
         )
         item_begin = first_block + head * blocks
-        begin = jnp.maximum(share_begin - item_begin, 0)
-        end = jnp.minimum(share_end - item_begin, blocks)
+        begin = jnp.maximum(ctas_ref[cta, 0] - item_begin, 0)
+        end = jnp.minimum(ctas_ref[cta, 1] - item_begin, blocks)
 
         def locate(i: Array) -> tuple[tuple[Array, Array], ...]:
             """The page of each unit of block i and its place there; past the last unit that one again, masked."""
@@ -339,21 +348,16 @@ def _attend_kernel(
             slot = lax.rem(i, jnp.int32(stages))
             block_key = first_key_of(i)
             plgpu.barrier_wait(kv_barriers.at[slot])
-            kv = kv_smem.at[slot]
-            if wide_smem is not None:
-                _widen(kv, wide_smem)
-                kv = wide_smem
+            kv = kv_smem.at[slot] if wide_smem is None else wide_smem
             k, v = kv.at[:, pl.ds(0, head_dim)], kv.at[:, pl.ds(head_dim, head_dim)]
 
-            @pl.when(block_key + span > end_key)
-            def _clear_past_end() -> None:
-                tile = math.gcd(head_dim, 64)
-                key = keys_of_block((BLOCK, tile), 0)
-                for column in range(0, head_dim, tile):
-                    columns = pl.ds(column, tile)
-                    values = plgpu.layout_cast(v[:, columns], wgmma_layout)
-                    v[:, columns] = jnp.where(key < end_key - block_key, values, jnp.zeros_like(values))
-                plgpu.commit_smem()
+            def is_before_end(shape: tuple[int, int], layout: plgpu.Layout) -> Array:
+                return keys_of_block(shape, 0, layout) < end_key - block_key
+
+            if wide_smem is None:
+                pl.when(block_key + span > end_key)(lambda: _copy_keys(v, v, is_before_end))
+            else:
+                _copy_keys(kv_smem.at[slot], wide_smem, is_before_end)
 
             if interpret:  # the interpreter does not look for races of wgmma's operands: read them
                 _ = q_smem.at[pl.ds(0, rows)][...], k[...], v[...]
@@ -362,6 +366,7 @@ def _attend_kernel(
                 plgpu.wgmma(s_acc, q_smem, k.transpose((1, 0)))
                 return s_acc[...]
 
+            logit_scale = scale if k_scale_ref is None else scale * k_scale_ref[0]
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
             if soft_cap is None:
                 s *= logit_scale * LOG2E
@@ -403,37 +408,37 @@ def _attend_kernel(
         is_whole = end - begin == blocks
 
         row_smem[...] = lse
+        out_smem[...] = acc
+        plgpu.commit_smem()
 
         @pl.when(is_whole)
         def _final() -> None:
-            q_smem[...] = acc.astype(q_smem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[tile, head])
             plgpu.copy_smem_to_gmem(row_smem, lse_ref.at[tile, head])
 
         @pl.when(jnp.logical_not(is_whole))
         def _piece() -> None:
             part = 2 * cta + (begin == 0)
-            part_smem[...] = acc
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, rows)], parts_ref.at[part])
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], parts_ref.at[part])
             plgpu.copy_smem_to_gmem(row_smem, parts_lse_ref.at[part])
 
         plgpu.wait_smem_to_gmem(0)
 
 
-def _widen(stored: Any, wide: Any) -> None:
-    """Writes 8-bit K and V to `wide`, in its dtype."""
-    width = stored.shape[1]
-    step = math.gcd(width, 64)
-    for column in range(0, width, step):
+def _copy_keys(source: Any, target: Any, is_before_end: Callable[[tuple[int, int], plgpu.Layout], Array]) -> None:
+    """Keys of a block in the target's dtype, with zeros past the end: what lies there may be NaN, and 0 * NaN is NaN."""
+    layout = plgpu.Layout.WGMMA_8BIT if source.dtype.itemsize == 1 else plgpu.Layout.WGMMA
+    step = math.gcd(source.shape[1], 64)
+    is_key = is_before_end((BLOCK, step), layout)
+    for column in range(0, source.shape[1], step):
         columns = pl.ds(column, step)
-        values = plgpu.layout_cast(stored[:, columns], plgpu.Layout.WGMMA_8BIT)
-        if stored.dtype != jnp.int8:  # of the conversions from fp8 the hardware has this one
+        values = plgpu.layout_cast(source[:, columns], layout)
+        if source.dtype == jnp.float8_e4m3fn:  # of the conversions from it the hardware has this one
             values = values.astype(jnp.float16)
-            if wide.dtype != jnp.float16:
+            if target.dtype != jnp.float16:
                 values = values.astype(jnp.float32)
-        wide[:, columns] = values.astype(wide.dtype)
+        values = values.astype(target.dtype)
+        target[:, columns] = jnp.where(is_key, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 

@@ -229,6 +229,8 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class _ThreadBlock:
+    """A thread block's memories and barriers, and what its three warpgroups do with them: `left`, `right`, `produce`."""
+
     gmem: _GlobalMemory
     kv_smem: Any  # [STAGES, BLOCK, width]
     raw_smem: Any  # [2 * STAGES, BLOCK, width] or None: of quantised pages

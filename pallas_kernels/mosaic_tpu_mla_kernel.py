@@ -6,9 +6,9 @@ matmul - maximum - exp - matmul overlap; a prompt's rows are cut into `Shape.par
 have work: the grid's size is a value of the batch.
 
 Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `t` and `t + 8`, then their RoPE parts, in whole
-lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their
-use. The same rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's
-latents. One matmul gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
+lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their use. The same
+rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's latents. One matmul
+gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
 
 Loop. A step walks over the blocks of its longest tile: a turn of the online softmax (arXiv:1805.02867) each, whose
 running maximum and sum lie in VMEM scratch, as does the output. Logits are in units of log 2 there, which saves a

@@ -29,6 +29,7 @@ class Chip:
     """Published figures of one device. Rates are per second; GB and TFLOP are decimal, GiB is not.
 
     memory_gib: what a program can use; of TPUs the limit that the compiler itself states.
+    memory_gb_s and what follows: 0 where it is not known.
     bf16_tflop_s: dense products.
     link_gb_s: to all neighbours together, in one direction.
     """
@@ -65,14 +66,17 @@ class Topology:
 def describe(text: str) -> Topology:
     """The devices that a text names: a chip and how many there are, by their arrangement if it is a TPU.
 
-    Raises ValueError for a chip that is not known, an arrangement that its compiler does not know, and where the compiler
-    is not installed.
+    "cpu:N" are N devices of this machine. Raises ValueError for a chip that is not known, an arrangement that its compiler
+    does not know, and where the compiler is not installed.
     """
     name, _, arrangement = text.partition(":")
+    if name == "cpu" and arrangement.isdecimal():
+        return Topology(text, _this_machine(), jax.devices("cpu")[: int(arrangement)])
     chip = chips().get(name)
     if chip is None or not arrangement:
         raise ValueError(
-            f"topology {text!r}: give a chip and its arrangement, as in v5p:2x2x1 or h100:8; chips are {', '.join(chips())}"
+            f"topology {text!r}: give a chip and its arrangement, as in v5p:2x2x1, h100:8 or cpu:1; chips are "
+            f"{', '.join(chips())} and cpu"
         )
     try:
         if chip.platform == "tpu":
@@ -84,6 +88,12 @@ def describe(text: str) -> Topology:
     except Exception as error:
         raise ValueError(f"topology {text!r}: {_remedy(chip, error)}") from error
     return Topology(text, chip, devices)
+
+
+def _this_machine() -> Chip:
+    """A CPU, whose rates nobody publishes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Chip("cpu", "this machine's CPU", memory / 2**30, 0, 0, 0, "the operating system")
 
 
 def _quiet_libtpu() -> None:

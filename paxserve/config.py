@@ -1,5 +1,6 @@
 """The engine's options, as the user gives them."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,13 @@ class EngineConfig:
     compilation_cache_dir: where compiled programs are kept between runs; None leaves JAX's own setting alone.
     kv_trace: file that every page event is written to, as JSON lines.
     seed: for the draws of requests without a seed, and for dummy weights.
+    record: file that all inputs are written to, step by step, as JSON lines; `paxserve replay` repeats the run from it.
+    num_processes: processes that run one model together, started with the same options. On Cloud TPU VMs, on GKE and under
+        Slurm this and the next two are found out; 1 ignores what is found.
+    process_id: number of this process; 0 takes the requests, the others follow it.
+    coordinator_address: HOST:PORT at which process 0 meets the others.
+    start_timeout: seconds in which all processes must have started; who is missing then is named.
+    peer_timeout: seconds without a sign of life after which a process counts as dead; that ends all others.
     """
 
     model: str
@@ -59,6 +67,12 @@ class EngineConfig:
     compilation_cache_dir: str | None = "~/.cache/paxserve/xla"
     kv_trace: str | None = None
     seed: int = 0
+    record: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator_address: str | None = None
+    start_timeout: float = 300.0
+    peer_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         from paxserve.pallas_kernels import IMPLEMENTATIONS  # here, so that `paxserve --help` does not wait for JAX
@@ -75,6 +89,7 @@ class EngineConfig:
             "kv_cache_bytes",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "num_processes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -87,6 +102,12 @@ class EngineConfig:
             )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise ValueError("num_pages and kv_cache_bytes both set the size of the KV pool; give one of them")
+        for name in ("start_timeout", "peer_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
+        address = self.coordinator_address
+        if address is not None and not re.fullmatch(r".+:\d+", address):
+            raise ValueError(f"coordinator_address={address!r}: must be HOST:PORT")
 
 
 def _choice(name: str, value: object, choices: tuple) -> None:

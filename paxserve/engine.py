@@ -1,18 +1,21 @@
 """The engine: takes requests, turns plans into steps, and gives out what comes of them."""
 
+import atexit
 import logging
 import operator
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 
 from paxserve.config import EngineConfig
 from paxserve.groups import Groups
+from paxserve.input_log import Abort, Arrival
 from paxserve.kv_trace import open_trace
+from paxserve.lockstep import connect, make_recorder
 from paxserve.metrics import EngineStats
 from paxserve.model_source import ModelSource, resolve_model
 from paxserve.outputs import RequestMetrics, RequestOutput, TokenLogprobs
@@ -24,6 +27,7 @@ from paxserve.sampler import LogprobsBatch
 from paxserve.sampling_params import MAX_BIASED_TOKENS, SamplingParams
 from paxserve.scheduler import PlannedRow
 from paxserve.sequence_output import SequenceOutput, token_logprobs
+from paxserve.sharding import leave
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress = lambda what, done, total: None) -> None:
+        self.link = connect(config)
         self.source: ModelSource = resolve_model(config.model)
         self.tokenizer = self.source.tokenizer
         self.runner = Runner(self.source, config, progress)
@@ -65,7 +70,8 @@ class Engine:
             self.runner.attention,
         )
         self.stats = EngineStats()
-        self._trace, self._close_trace = open_trace(config.kv_trace)
+        self.inputs = make_recorder(config, self.source, limits, self.link)
+        self._trace, self._close_trace = open_trace(None if self.follows else config.kv_trace)
         buckets = tuple(sorted(bucket.tokens for bucket in self.runner.buckets if not bucket.decode))
         self.groups = Groups(limits, buckets, [self._trace] * limits.mesh.data)
         self._groups: dict[str, _Group] = {}
@@ -74,10 +80,20 @@ class Engine:
         self._aborted: list[RequestOutput] = []
         self._last_end = 0.0
         self._count = 0
+        if self.link is not None:
+            atexit.register(self.close)
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process takes the requests, which this one follows."""
+        return self.link is not None and self.link.process_id > 0
 
     def close(self) -> None:
-        """Close the KV trace."""
+        """Close the KV trace and the input log, and end the other processes of the run. Called at exit otherwise."""
         self._close_trace()
+        self.inputs.close()
+        if self.link is not None:
+            leave(self.link)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
         """Queue a prompt: a string, token ids, or {"prompt_token_ids": [...]} or {"prompt": ...}. Lower priority goes first.
@@ -96,10 +112,13 @@ class Engine:
             group.prompt_logprobs = [None]
         self._groups[request_id] = group
         self._owners.update({request: (group, sample) for request, sample in zip(requests, samples, strict=True)})
+        seeded = replace(params, seed=requests[0].seed)
+        self.inputs.add(Arrival(request_id, token_ids, seeded, priority))
 
     def abort_request(self, request_id: str) -> RequestOutput:
         """End a request at once; returns what it had, as the next `step` does too. Raises KeyError for an unknown one."""
         group = self._groups[request_id]
+        self.inputs.add(Abort(request_id))
         for sample in group.samples:
             if not sample.request.finished:
                 self.groups.abort(sample.request)
@@ -110,14 +129,18 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._groups)
 
-    def step(self) -> list[RequestOutput]:
-        """Advance by one step; returns the requests that got tokens or ended."""
+    def step(self, now: float | None = None) -> list[RequestOutput]:
+        """Advance by one step; returns the requests that got tokens or ended. A replay gives the clock `now` it goes by."""
+        now = time.monotonic() if now is None else now
+        self.inputs.step(now)
         aborted, self._aborted = self._aborted, []
-        return aborted + self._advance()
+        outputs = aborted + self._advance(now)
+        self.inputs.give_out(outputs)
+        return outputs
 
-    def _advance(self) -> list[RequestOutput]:
+    def _advance(self, now: float) -> list[RequestOutput]:
         started = time.monotonic()
-        plans = self.groups.plan(started)
+        plans = self.groups.plan(now)
         self.stats.preemptions += sum(len(plan.preempted) for plan in plans)
         self.stats.peak_pages = max(self.stats.peak_pages, self.groups.used_pages)
         has_rows = any(plan.rows for plan in plans)

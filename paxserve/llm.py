@@ -1,12 +1,14 @@
 """`LLM`: text from a model in one call, named and shaped as vLLM users know it."""
 
 import itertools
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from paxserve.config import EngineConfig
 from paxserve.engine import Engine, Prompt
+from paxserve.lockstep import follow
 from paxserve.outputs import RequestOutput
 from paxserve.progress import Display
 from paxserve.sampling_params import SamplingParams
@@ -19,6 +21,8 @@ class LLM:
     """A model, loaded and compiled, that generates for lists of prompts with continuous batching.
 
     Options are those of `EngineConfig`, by keyword. `progress` shows bars on the terminal while loading and compiling.
+    On several hosts the same script is started on all of them: what follows `LLM(...)` is run by process 0 only, and in the
+    others `LLM(...)` does what that one does and exits when it has ended.
 
     >>> llm = LLM("smollm2")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
@@ -28,6 +32,9 @@ class LLM:
         config = EngineConfig(model=str(model), **options)
         with Display(enabled=progress) as display:
             self.engine = Engine(config, display.update)
+        if self.engine.follows:
+            follow(self.engine)
+            sys.exit()
         self._ids = itertools.count()
         # By request id: what waits for the iterator that asked for it. All requests of an iterator share one inbox.
         self._inboxes: dict[str, dict[str, RequestOutput]] = {}

@@ -25,16 +25,19 @@ from paxserve.models.kv_shape import kv_shape
 from paxserve.programs import ProgramBuilder
 from paxserve.runner import make_builder
 from paxserve.sharding import MeshShape, factor_tensor_parallel, shape_of
-from paxserve.sizing import MEMORY_FRACTION, size_limits
+from paxserve.sizing import size_limits
 
 COMPILERS = 2  # programs that are compiled at a time
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device, by the compiler's account of the step that needs most."""
+    """Bytes of one device, by the compiler's account of the step that needs most, and the code of all that were compiled.
 
-    usable: int
+    device: all there are. The engine sizes its pool within `memory_fraction` of them.
+    """
+
+    device: int
     weights: int
     kv_pages: int
     other_inputs: int
@@ -43,7 +46,7 @@ class Memory:
 
     @property
     def left(self) -> int:
-        return self.usable - self.weights - self.kv_pages - self.other_inputs - self.temporaries - self.code
+        return self.device - self.weights - self.kv_pages - self.other_inputs - self.temporaries - self.code
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,12 @@ class Plan:
     prefill: Bound | None = None
 
 
-def make_plan(model: ModelConfig, config: EngineConfig, topology: Topology, context: int) -> Plan:
+def make_plan(
+    model: ModelConfig, config: EngineConfig, topology: Topology, context: int, *, largest_only: bool = False
+) -> Plan:
     """Compiles the engine's steps for a topology. `config.mesh` is the mesh, by default all devices as one data group.
+
+    largest_only: of decodes and of mixed steps only the largest, which decide on memory and on the bounds.
 
     Raises what `make_builder` raises for a mesh or an option that cannot be; a model that does not fit is a plan with a
     problem.
@@ -115,9 +122,9 @@ def make_plan(model: ModelConfig, config: EngineConfig, topology: Topology, cont
             "attention": builder.attention,
         }
         try:
-            memory = topology.chip.memory_bytes
+            memory = None if topology.chip.platform == "cpu" else topology.chip.memory_bytes
             limits = size_limits(config, model, builder.kv_dtype.name, mesh, memory, builder.step_bytes)
-            compiled, seconds = _compile(builder, limits)
+            compiled, seconds = _compile(builder, limits, largest_only)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             return Plan(**known, problem=_first_sentence(error))
     buckets = list(compiled)
@@ -130,7 +137,7 @@ def make_plan(model: ModelConfig, config: EngineConfig, topology: Topology, cont
     return Plan(
         **known,
         limits=limits,
-        memory=_memory(builder, limits, config, topology.chip, list(compiled.values())),
+        memory=_memory(builder, limits, topology.chip, list(compiled.values())),
         kv_tokens=kv_tokens,
         requests=requests,
         compile_seconds={str(bucket): round(seconds[bucket], 1) for bucket in buckets},
@@ -148,7 +155,9 @@ def search(model: ModelConfig, config: EngineConfig, topology: Topology, context
         kv_head, kv_page = factor_tensor_parallel(devices // data, kv_heads)
         mesh = MeshShape(data, kv_head, kv_page)
         with contextlib.suppress(ValueError):  # it cannot be split that way
-            plans.append(make_plan(model, dataclasses.replace(config, mesh=str(mesh)), topology, context))
+            plans.append(
+                make_plan(model, dataclasses.replace(config, mesh=str(mesh)), topology, context, largest_only=True)
+            )
     return sorted(plans, key=lambda plan: -plan.decode.tokens_per_second if plan.decode else 1)
 
 
@@ -162,7 +171,9 @@ def _target(topology: Topology) -> Iterator[None]:
         yield
 
 
-def _compile(builder: ProgramBuilder, limits: Limits) -> tuple[dict[Bucket, jax.stages.Compiled], dict[Bucket, float]]:
+def _compile(
+    builder: ProgramBuilder, limits: Limits, largest_only: bool
+) -> tuple[dict[Bucket, jax.stages.Compiled], dict[Bucket, float]]:
     seconds: dict[Bucket, float] = {}
 
     def run(bucket: Bucket) -> jax.stages.Compiled:
@@ -173,13 +184,13 @@ def _compile(builder: ProgramBuilder, limits: Limits) -> tuple[dict[Bucket, jax.
         return compiled
 
     buckets = make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if largest_only:
+        buckets = tuple(max(b for b in buckets if b.decode == decode) for decode in (True, False))
     with ThreadPoolExecutor(COMPILERS) as pool:
         return dict(zip(buckets, pool.map(run, buckets), strict=True)), seconds
 
 
-def _memory(
-    builder: ProgramBuilder, limits: Limits, config: EngineConfig, chip: Chip, compiled: list[jax.stages.Compiled]
-) -> Memory:
+def _memory(builder: ProgramBuilder, limits: Limits, chip: Chip, compiled: list[jax.stages.Compiled]) -> Memory:
     accounts: list[Any] = [each.memory_analysis() for each in compiled]
     most = max(accounts, key=lambda account: account.argument_size_in_bytes + account.temp_size_in_bytes)
     weights = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in builder.params)
@@ -188,7 +199,7 @@ def _memory(
     kv_pages = pages.dtype.itemsize * _size(pages.sharding.shard_shape(pages.shape))
     arguments = most.argument_size_in_bytes + most.output_size_in_bytes - most.alias_size_in_bytes
     return Memory(
-        usable=int(chip.memory_bytes * (config.memory_fraction or MEMORY_FRACTION)),
+        device=chip.memory_bytes,
         weights=weights,
         kv_pages=kv_pages,
         other_inputs=arguments - weights - kv_pages,
@@ -215,9 +226,14 @@ class _Cost:
                 self.dense += param.size
                 self.dense_bytes += size
 
-    def bound(self, tokens: int, context: int, sent: float) -> Bound:
-        """Of a step in which a data group has `tokens` tokens, each with a context; experts are chosen evenly."""
+    def bound(self, tokens: int, context: int, sent: float) -> Bound | None:
+        """Of a step in which a data group has `tokens` tokens, each with a context; experts are chosen evenly.
+
+        None for a chip whose rates are not known.
+        """
         model, mesh, chip = self.model, self.mesh, self.chip
+        if not chip.memory_gb_s:
+            return None
         share = model.moe.experts_per_token / model.moe.num_experts if model.moe else 0.0
         touched = 1 - (1 - share) ** (tokens * mesh.data)
         read = self.dense_bytes / mesh.tensor + self.expert_bytes * touched / mesh.chips

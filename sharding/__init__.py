@@ -1,7 +1,12 @@
-"""The device mesh, the rules that map logical axis names onto it, and communication over it. Knows no model, no request."""
+"""The device mesh, the rules that map logical axis names onto it, communication over it, and start-up on several hosts.
+
+Knows no model and no request.
+"""
 
 from paxserve.sharding.axes import RULES, expert_axes, named_sharding, split_over, to_spec
 from paxserve.sharding.collectives import axes_rank, axes_size, exchange, gather, max_over, sum_over, sum_scatter
+from paxserve.sharding.distributed import ClusterError, Place, find_place, join, leave
+from paxserve.sharding.link import Link
 from paxserve.sharding.mesh import (
     MESH_AXES,
     ONE_DEVICE,
@@ -18,13 +23,19 @@ __all__ = [
     "ONE_DEVICE",
     "RULES",
     "TENSOR",
+    "ClusterError",
+    "Link",
     "MeshShape",
+    "Place",
     "axes_rank",
     "axes_size",
     "exchange",
     "expert_axes",
     "factor_tensor_parallel",
+    "find_place",
     "gather",
+    "join",
+    "leave",
     "make_mesh",
     "max_over",
     "mesh_shape",

@@ -25,8 +25,9 @@ def generate(directory: Path, attention: str, dtype: str) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+# In float16, since in bfloat16 a model as small as these has tokens that tie.
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
-@pytest.mark.parametrize(("attention", "dtype"), [("mosaic_tpu", "float32"), ("mosaic_gpu", "bfloat16")])
+@pytest.mark.parametrize(("attention", "dtype"), [("mosaic_tpu", "float32"), ("mosaic_gpu", "float16")])
 def test_tokens_are_those_of_xla(tmp_path: Path, model: dict[str, Any], attention: str, dtype: str) -> None:
     if attention == "mosaic_gpu":
         needs_interpreter()

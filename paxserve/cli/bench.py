@@ -69,9 +69,13 @@ def run(args: argparse.Namespace) -> int:
     from paxserve.bench.bound import measure_machine
     from paxserve.bench.report import make_report
     from paxserve.bench.throughput import RecordingEngine, warmup_requests
+    from paxserve.lockstep import follow
     from paxserve.progress import Display
 
     with Display(enabled=True) as display, closing(RecordingEngine(config, display.update)) as engine:
+        if engine.follows:
+            follow(engine)
+            return 0
         requests = make_requests(workload, engine.tokenizer, engine.source.config.vocab_size)
         warmup = warmup_requests(requests, workload.concurrency)
         dtype = engine.runner.dtype.name

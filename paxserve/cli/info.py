@@ -31,7 +31,17 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = _facts(EngineConfig(**engine_options(args)))
+    config = EngineConfig(**engine_options(args))
+
+    from paxserve.lockstep import connect
+    from paxserve.sharding import leave
+
+    link = connect(config)
+    facts = _facts(config)
+    if link is not None:
+        leave(link)
+        if link.process_id > 0:
+            return 0
     if args.json:
         print(json.dumps(facts))
     else:

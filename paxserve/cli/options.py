@@ -26,9 +26,9 @@ LEFT_OUT = {
 }
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of `EngineConfig`."""
-    _add_options(parser.add_argument_group("engine"), EngineConfig, {"model": DEFAULT_MODEL})
+def add_engine_options(parser: argparse.ArgumentParser, *, model: str | None = DEFAULT_MODEL) -> None:
+    """A flag for every field of `EngineConfig`, with `model` as the default of that one."""
+    _add_options(parser.add_argument_group("engine"), EngineConfig, {"model": model})
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, without: Sequence[str] = (), **defaults: Any) -> None:

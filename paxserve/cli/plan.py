@@ -53,6 +53,11 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="as the engine's option")
     parser.add_argument("--memory-fraction", type=float, metavar="F", help="as the engine's option")
     parser.add_argument("--attention", help="as the engine's option")
+    parser.add_argument(
+        "--largest-only",
+        action="store_true",
+        help="compile only the largest steps, which decide (with --search: always)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or with --search a list")
     parser.set_defaults(run=run)
 
@@ -84,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
         **given,
     )
     topology = describe(args.topology)
-    plans = (search if args.search else _one(make_plan))(model, config, topology, args.context)
+    if args.search:
+        plans = search(model, config, topology, args.context)
+    else:
+        plans = [make_plan(model, config, topology, args.context, largest_only=args.largest_only)]
     if args.json:
         facts = [dataclasses.asdict(plan) | _derived(plan) for plan in plans]
         print(json.dumps(facts if args.search else facts[0], default=str))
@@ -93,10 +101,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(plans[0])
     return int(all(plan.problem for plan in plans))
-
-
-def _one(make: Any) -> Any:
-    return lambda *arguments: [make(*arguments)]
 
 
 def verdict(plan: "Plan") -> str:
@@ -129,7 +133,7 @@ def _show(plan: "Plan") -> None:
     chip = plan.chip
     rows: list[tuple[str, str]] = [
         ("model", f"{plan.model}, weights {plan.weights}, KV {plan.kv}"),
-        ("topology", f"{plan.topology}: {chip.name}, {chip.memory_gib:g} GiB, {chip.memory_gb_s:,} GB/s"),
+        ("topology", f"{plan.topology}: {chip.name}, {chip.memory_gib:.4g} GiB each"),
         ("mesh", f"{plan.mesh}"),
         ("attention", str(plan.attention)),
     ]
@@ -142,9 +146,10 @@ def _show(plan: "Plan") -> None:
             ("KV tokens", f"{plan.kv_tokens:,} in all"),
             ("requests", f"{plan.requests:,} of {plan.context:,} tokens at a time"),
         ]
-        rows[4] = ("usable memory", size(memory.usable))
+        rows[4] = ("memory", size(memory.device))
         for name, bound in (("decode", plan.decode), ("prefill", plan.prefill)):
-            assert bound is not None
+            if bound is None:
+                continue
             parts = f"memory {_ms(bound.memory_seconds)}, arithmetic {_ms(bound.compute_seconds)}"
             rows.append((name, f"at least {_ms(bound.seconds)} ({parts}, links {_ms(bound.link_seconds)})"))
             rows.append(("", f"at most {bound.tokens_per_second:,.0f} tokens/s on all devices"))
@@ -169,7 +174,7 @@ def _rank(plans: Sequence["Plan"]) -> None:
     for name in ("mesh", "weights", "KV tokens", "requests", "decode step", "decode tok/s", "prefill tok/s", "verdict"):
         table.add_column(name, no_wrap=name != "verdict")
     for plan in plans:
-        if plan.memory is None or plan.decode is None or plan.prefill is None:
+        if plan.memory is None:
             table.add_row(str(plan.mesh), *[""] * 6, verdict(plan))
             continue
         table.add_row(
@@ -177,9 +182,9 @@ def _rank(plans: Sequence["Plan"]) -> None:
             size(plan.memory.weights),
             f"{plan.kv_tokens:,}",
             f"{plan.requests:,}",
-            _ms(plan.decode.seconds),
-            f"{plan.decode.tokens_per_second:,.0f}",
-            f"{plan.prefill.tokens_per_second:,.0f}",
+            _ms(plan.decode.seconds) if plan.decode else "",
+            f"{plan.decode.tokens_per_second:,.0f}" if plan.decode else "",
+            f"{plan.prefill.tokens_per_second:,.0f}" if plan.prefill else "",
             verdict(plan),
         )
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,6 +1,7 @@
 """Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and reads what they use of a multiprocessor.
 
-It takes JAX's CUDA plugin and NVIDIA's compilers, but no driver. Faulty is a kernel that does not compile, that spills
+It takes JAX's CUDA plugin and NVIDIA's compilers, but no driver. Each shape is a step that writes its tokens into donated
+pages and attends. Faulty is one that does not compile or that copies the pages, and a kernel that spills
 registers (latent attention: more than a few), of which fewer thread blocks fit a multiprocessor than the grid counts on, or,
 if it is attention, that has no TMA loads and no wgmma. A process per shape: Mosaic may abort it.
 """
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,8 +26,7 @@ from figures import Figures
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla
-from paxserve.pallas_kernels.mosaic_gpu import CTAS_PER_SM
+from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla, write_latent_pages, write_pages
 
 H100 = GPUS["sm_90a"]
 LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and after the loop over keys
@@ -34,7 +34,10 @@ LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence."""
+    """A batch to compile for: sizes of attention, and of the bucket. A decode step has one token per sequence.
+
+    pages: the dtype of the pages if it is not the queries'.
+    """
 
     heads: int = 32
     kv_heads: int = 8
@@ -47,7 +50,6 @@ class Shape:
     page_stride: int = 1
     window: bool = False
     soft_cap: float | None = None
-    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class LatentShape(Shape):
     seqs: int = 64
 
 
+EVERYTHING: dict[str, Any] = {"seqs": 64, "tokens": 512, "window": True, "soft_cap": 30.0, "page_stride": 4}
 SHAPES = {
     "decode": Shape(),
     "decode, float16": Shape(dtype="float16"),
@@ -75,16 +78,25 @@ SHAPES = {
     "mixed": Shape(seqs=64, tokens=512),
     "mixed, head_dim 64": Shape(seqs=64, tokens=512, head_dim=64),
     "mixed, groups of 7, float16": Shape(seqs=64, tokens=512, heads=28, kv_heads=4, dtype="float16"),
-    "mixed, everything": Shape(seqs=64, tokens=512, page_size=16, window=True, soft_cap=30.0, sinks=True),
-    "mixed, head_dim 64, everything": Shape(
-        seqs=64, tokens=512, head_dim=64, heads=64, page_size=16, window=True, soft_cap=30.0, sinks=True
-    ),
-    "mixed, head_dim 80": Shape(seqs=64, tokens=512, head_dim=80, heads=32, kv_heads=32, soft_cap=30.0, window=True),
-    "mixed, head_dim 96": Shape(seqs=64, tokens=512, head_dim=96, soft_cap=30.0, window=True),
-    "mixed, head_dim 192": Shape(seqs=64, tokens=512, head_dim=192, soft_cap=30.0, window=True),
-    "mixed, head_dim 256": Shape(seqs=64, tokens=512, head_dim=256, soft_cap=30.0, window=True),
+    "mixed, everything": Shape(**EVERYTHING, page_size=16),
+    "mixed, head_dim 64, everything": Shape(**EVERYTHING, head_dim=64, heads=64, page_size=16),
+    "decode, dealt pages": Shape(page_stride=4),
     "decode, int8": Shape(pages="int8"),
+    "decode, int8, head_dim 64": Shape(pages="int8", head_dim=64),
     "decode, fp8": Shape(pages="float8_e4m3fn"),
+    "decode, head_dim 256": Shape(heads=16, head_dim=256),
+    "mixed, head_dim 64, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=64, pages="float8_e4m3fn"),
+    "mixed, head_dim 80, everything": Shape(**EVERYTHING, page_size=8, heads=32, kv_heads=32, head_dim=80),
+    "mixed, head_dim 80, int8, everything": Shape(
+        **EVERYTHING, page_size=8, head_dim=80, pages="int8", dtype="float16"
+    ),
+    "mixed, head_dim 96, everything": Shape(**EVERYTHING, page_size=8, head_dim=96),
+    "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
+    "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
+    "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
+    "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
+    "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
+    "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
     "latent decode, 16 heads": LatentShape(heads=16, page_size=16),
     "latent decode, 64 heads": LatentShape(heads=64),
@@ -96,7 +108,7 @@ SHAPES = {
     "latent mixed, 16 heads, int8": LatentShape(heads=16, tokens=512, pages="int8", soft_cap=30.0, page_stride=4),
     "latent mixed, 128 heads, float16": LatentShape(heads=128, tokens=512, dtype="float16"),
     "latent mixed, 128 heads, fp8": LatentShape(heads=128, tokens=512, page_size=128, pages="float8_e4m3fn"),
-    "latent prefill of 8192, 64 heads": LatentShape(heads=64, seqs=4, tokens=8192),
+    "latent prefill of 2048, 64 heads": LatentShape(heads=64, seqs=4, tokens=2048),
     "latent mixed, rank 256, RoPE 128": LatentShape(heads=32, head_dim=256, rope_dim=128, tokens=512),
 }
 QUICK = (
@@ -164,7 +176,8 @@ def _read_row(shape: str, report: Path) -> Row:
     if spilled > (LATENT_SPILL_BYTES if kernel == LATENT_KERNEL else 0):
         fault = "spills"
     elif kernel != "merge_pieces":
-        expected = 1 if kernel == LATENT_KERNEL else CTAS_PER_SM[SHAPES[shape].head_dim]
+        of = SHAPES[shape]
+        expected = 1 if kernel == LATENT_KERNEL else mosaic_gpu.ctas_per_sm(of.head_dim, of.pages or of.dtype)
         if fitting < expected and jax.__version_info__ >= (0, 11):
             fault = f"{expected} thread blocks should fit"
         elif not ("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx):
@@ -179,37 +192,51 @@ def _compile(shape: Shape) -> None:
     device = topologies.get_topology_desc(platform="cuda", target_config=H100.config, topology="1x1x1").devices[0]
     like = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     tokens, seqs = shape.tokens or shape.seqs, shape.seqs
-    num_pages, dtype, pages_dtype = (
-        2**20 // shape.page_size,
-        jnp.dtype(shape.dtype),
-        jnp.dtype(shape.pages or shape.dtype),
-    )
+    num_pages = (
+        2 ** (23 if isinstance(shape, LatentShape) else 20) // shape.page_size
+    )  # beside which temporaries are small
+    dtype, pages_dtype = jnp.dtype(shape.dtype), jnp.dtype(shape.pages or shape.dtype)
     q = like((tokens, shape.heads, shape.head_dim), dtype)
-    scale = like((), jnp.float32) if shape.pages else None
-    options: dict[str, Any] = {"k_scale": scale}
-    options["page_offset"] = like((seqs,), jnp.int32) if shape.page_stride > 1 else None
+    scales = {"k_scale": like((), jnp.float32)} if shape.pages else {}
+    options: dict[str, Any] = {"page_offset": like((seqs,), jnp.int32) if shape.page_stride > 1 else None}
+    write: Callable[..., jax.Array]
     if isinstance(shape, LatentShape):
-        q_rope = like((tokens, shape.heads, shape.rope_dim), dtype)
-        paged = q, q_rope, like((num_pages, shape.page_size, shape.head_dim + shape.rope_dim), pages_dtype)
-        attend = functools.partial(mosaic_gpu_mla.attend, ctas=H100.multiprocessors)
+        queries = q, like((tokens, shape.heads, shape.rope_dim), dtype)
+        new = like((tokens, shape.head_dim), dtype), like((tokens, shape.rope_dim), dtype)
+        pages = like((num_pages, shape.page_size, shape.head_dim + shape.rope_dim), pages_dtype)
+        write, attend = write_latent_pages, functools.partial(mosaic_gpu_mla.attend, ctas=H100.multiprocessors)
     else:
-        paged = q, like((num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype)
-        attend = functools.partial(
-            mosaic_gpu.attend, ctas=mosaic_gpu.CTAS_PER_SM[shape.head_dim] * H100.multiprocessors
-        )
-        options["v_scale"] = scale
+        queries, new = (q,), (like((tokens, shape.kv_heads, shape.head_dim), dtype),) * 2
+        pages = like((num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), pages_dtype)
+        ctas = mosaic_gpu.ctas_per_sm(shape.head_dim, pages_dtype) * H100.multiprocessors
+        write, attend = write_pages, functools.partial(mosaic_gpu.attend, ctas=ctas)
+        scales |= {"v_scale": like((), jnp.float32)} if shape.pages else {}
         options["window"] = like((), jnp.int32) if shape.window else None
-        options["sinks"] = like((shape.heads,), jnp.float32) if shape.sinks else None
-    attend = functools.partial(
-        attend,
-        scale=shape.head_dim**-0.5,
-        soft_cap=shape.soft_cap,
-        page_stride=shape.page_stride,
-        max_query_len=None if shape.tokens else 1,
-    )
+
+    def step(pages: Any, new: Any, places: Any, queries: Any, batch: Any, scales: Any, options: Any) -> Any:
+        pages = write(pages, *new, *places, **scales)
+        return pages, attend(
+            *queries,
+            pages,
+            *batch,
+            scale=shape.head_dim**-0.5,
+            soft_cap=shape.soft_cap,
+            page_stride=shape.page_stride,
+            max_query_len=None if shape.tokens else 1,
+            **{"k_scale": None} | scales,
+            **options,
+        )
+
+    places = (like((tokens,), jnp.int32),) * 2
     batch = like((seqs, 2**15 // shape.page_size), jnp.int32), like((seqs,), jnp.int32), like((seqs + 1,), jnp.int32)
     with jax.default_device(device):  # Mosaic asks it for its architecture
-        jax.jit(attend).lower(*paged, *batch, **options).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(pages, new, places, queries, batch, scales, options).compile()
+    memory: Any = compiled.memory_analysis()
+    pool_bytes = pages.size * pages.dtype.itemsize
+    if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 4:
+        raise RuntimeError(
+            f"pages are copied: {memory.temp_size_in_bytes} bytes of temporaries for {pool_bytes} of pages"
+        )
 
 
 if __name__ == "__main__":

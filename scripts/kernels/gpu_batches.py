@@ -171,7 +171,7 @@ CHECKS = {
     "mixed, int8 pages": Batch(**MIXED, pages="int8"),
     "mixed, fp8 pages": Batch(**MIXED, pages="float8_e4m3fn"),
     "mixed, fp8 pages, float16, head_dim 64": Batch(**MIXED, head_dim=64, dtype="float16", pages="float8_e4m3fn"),
-    "mixed, int8 pages, head_dim 192": Batch(**MIXED, heads=16, head_dim=192, pages="int8"),
+    "mixed, int8 pages, head_dim 96": Batch(**MIXED, head_dim=96, pages="int8"),
     "latent, decode of 16 heads": Batch([1] * 8, EDGES, heads=16, **LATENT),
     "latent, decode of 128 heads": Batch([1] * 8, EDGES, heads=128, **LATENT),
     "latent, mixed": Batch(**MIXED, heads=16, **LATENT),

@@ -18,6 +18,8 @@ from paxserve.pallas_kernels.mosaic_tpu import paged_attention
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 from paxserve.pallas_kernels.tuning import GQA_SHAPE
 
+POOL = 2**20  # tokens that the pages hold: more than XLA would keep in VMEM
+
 
 @dataclass(frozen=True)
 class Case:
@@ -82,12 +84,12 @@ class Case:
                 v_scale=0.1 if has_scales else None,
                 max_query_len=1 if self.is_decode else None,
                 page_stride=1,
-                page_offset=0,
+                page_offset=None,
             )
 
         shapes = (
             ((seqs * self.queries, self.heads, self.head_dim), self.dtype),
-            ((4096, self.kv_heads, self.page_size, 2 * self.head_dim), self.pages),
+            ((POOL // self.page_size, self.kv_heads, self.page_size, 2 * self.head_dim), self.pages),
             ((seqs, self.max_pages), "int32"),
             ((seqs,), "int32"),
             ((seqs + 1,), "int32"),
@@ -175,4 +177,11 @@ FULL = (
     Case(8, 4, dtype="float32", pages="float32", queries=512),
     Case(8, 4, queries=512, window=128, soft_cap=30.0),
     Case(8, 4, pages="int8", queries=512),
+    Case(8, 4, pages="float8_e4m3fn", queries=512),
+    Case(4, 1, page_size=16, queries=512),
+    Case(32, 32, queries=512),
+    Case(64, 1),
+    Case(8, 1, page_size=256, queries=512),
+    Case(4, 2, head_dim=96, queries=512),
+    Case(4, 2, head_dim=192, queries=512),
 )
