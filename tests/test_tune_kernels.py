@@ -34,7 +34,7 @@ def test_improve_leaves_what_gains_too_little() -> None:
 
 
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, sizes in ((gqa_cases, {"SEQS": 2, "CONTEXT": 64}), (tune, {"ROUNDS": 1, "CALLS": 1})):
+    for module, sizes in ((gqa_cases, {"SEQS": 2, "CONTEXT": 64, "POOL": 256}), (tune, {"ROUNDS": 1, "CALLS": 1})):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
     case = Case(2, 1, head_dim=16, page_size=8, dtype="float32", pages="float32", max_pages=4)
