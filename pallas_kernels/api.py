@@ -144,9 +144,7 @@ def mla_paged_attention(
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
     sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], page_size)
-    chosen = choose_implementation(
-        implementation, _platform(), q_latent.dtype, latent_pages.dtype, sizes=sizes
-    )
+    chosen = choose_implementation(implementation, _platform(), q_latent.dtype, latent_pages.dtype, sizes=sizes)
     return _module(chosen).mla_paged_attention(
         q_latent,
         q_rope,
