@@ -1,8 +1,10 @@
 """Whole engines on the TPU's and the GPU's attention, simulated: they generate what they do on `xla`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from engine_models import write_checkpoint
@@ -15,16 +17,23 @@ from paxserve.pallas_kernels import mosaic_tpu
 LLAMA: dict[str, Any] = {"name": "qwen2_some_windows"}
 # Sizes that the kernel for Hopper computes.
 DEEPSEEK: dict[str, Any] = {"name": "deepseek_v3_experts", "kv_lora_rank": 128, "qk_rope_head_dim": 64}
-ENGINE = {"page_size": 16, "num_pages": 9, "max_num_seqs": 2, "max_num_batched_tokens": 24, "max_model_len": 64}
+ENGINE = {"page_size": 16, "num_pages": 9, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 
 
 def generate(directory: Path, attention: str, dtype: str) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    prompts = [{"prompt_token_ids": rng.integers(0, 60, n).tolist()} for n in (3, 31, 17)]
+    prompts = [{"prompt_token_ids": rng.integers(0, 60, n).tolist()} for n in (3, 17)]
     llm = LLM(str(directory), attention=attention, dtype=dtype, debug=True, compilation_cache_dir=None, **ENGINE)
     assert llm.engine.runner.attention == attention
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
     return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # In float16, since in bfloat16 a model as small as these has tokens that tie.
