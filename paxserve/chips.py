@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-# What XLA's compiler for GPUs wants to know of an H100 (XLA's GpuTargetConfig).
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -22,6 +21,7 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+"""What XLA's compiler for GPUs wants to know of an H100 (XLA's GpuTargetConfig)."""
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,15 @@ def make_plan(
 
     largest_only: of decodes and of mixed steps only the largest, which decide on memory and on the bounds.
 
-    Raises what `make_builder` raises for a mesh or an option that cannot be; a model that does not fit is a plan with a
+    Raises what `make_builder` raises for a mesh or an option that cannot be, and NotImplementedError for a GPU with any
+    attention but "xla"; a model that does not fit is a plan with a
     problem.
     """
+    if topology.chip.platform == "gpu" and config.attention != "xla":
+        raise NotImplementedError(
+            f"topology {topology.text}: which attention a GPU gets is asked of the GPU itself so far, and there is none; "
+            "plan with attention 'xla' (--attention xla)"
+        )
     with _target(topology):
         builder = make_builder(model, config, topology.devices)
         mesh = shape_of(builder.mesh)

@@ -25,11 +25,6 @@ def sum_over(x: Shaped[Array, "..."], axes: Sequence[str]) -> Shaped[Array, "...
     return jax.lax.psum(x, _live(axes)) if axes_size(axes) > 1 else x
 
 
-def max_over(x: Shaped[Array, "..."], axes: Sequence[str]) -> Shaped[Array, "..."]:
-    """The greatest of what the devices along these axes hold."""
-    return jax.lax.pmax(x, _live(axes)) if axes_size(axes) > 1 else x
-
-
 def gather(x: Shaped[Array, "..."], axes: Sequence[str], dimension: int) -> Shaped[Array, "..."]:
     """What the devices along these axes hold, put side by side along a dimension in the order of `axes_rank`."""
     dimension %= x.ndim
