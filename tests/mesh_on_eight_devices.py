@@ -11,7 +11,7 @@ from paxserve.models.kv_shape import kv_shape
 from paxserve.sharding import MeshShape
 
 PAGE, CAPACITY, LONGEST = 4, 16, 64  # tokens of a page; pages of a data group's pool; tokens of a sequence
-TIGHT = {"page_size": PAGE, "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": LONGEST}
+TIGHT = {"page_size": PAGE, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": LONGEST}
 
 
 def generate(directory: str, mesh: MeshShape) -> tuple[list[list[int]], list[float], LLM]:
