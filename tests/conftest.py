@@ -1,12 +1,28 @@
 """Fixtures that several test files share."""
 
 import importlib.util
+import os
 from pathlib import Path
 
+import jax
 import pytest
 from engine_models import RANDOM_MODELS, write_random, write_reciting
 
 from paxserve import LLM
+
+
+def pytest_configure() -> None:
+    """Compile for correctness, not for speed, in processes that tests start as well: most of the suite's time goes there."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Programs of this module as users get them."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

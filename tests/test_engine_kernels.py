@@ -1,10 +1,8 @@
 """Whole engines on the TPU's and the GPU's attention, simulated: they generate what they do on `xla`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from engine_models import write_checkpoint
@@ -27,13 +25,6 @@ def generate(directory: Path, attention: str, dtype: str) -> list[list[int]]:
     assert llm.engine.runner.attention == attention
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
     return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # In float16, since in bfloat16 a model as small as these has tokens that tie.

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_paged_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -29,7 +28,6 @@ from paxserve.pallas_kernels import (
 )
 
 EVERYTHING = {"window": jnp.int32(21), "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 5.0, 6)}
-QUICK = {"xla_backend_optimization_level": 0}
 LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
 CASES = {
     "mixed, in small blocks": Case(**MIXED, padding=40, options=EVERYTHING),
@@ -50,11 +48,8 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
+    """Race detection, and blocks so small that a few tokens fill several."""
     monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda kernel, **_: SMALL[kernel])
-    monkeypatch.setattr(
-        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=QUICK)
-    )
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races
@@ -139,7 +134,7 @@ def test_written_pages(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = jnp.asarray(rng.integers(-9, 10, (9, 2, 64, 32))).astype(storage_dtype(dtype))
     k, v = jnp.asarray(rng.integers(-9, 10, (2, len(token_pages), 2, 16)), jnp.float32)
     scales = {"k_scale": 1.0, "v_scale": 1.0} if dtype == jnp.int8 else {}
-    write = jax.jit(write_pages, static_argnames="implementation", compiler_options=QUICK)
+    write = jax.jit(write_pages, static_argnames="implementation")
     written = write(pages, k, v, token_pages, token_offsets, implementation="mosaic_tpu", **scales)
     expected = write(pages, k, v, token_pages, token_offsets, implementation="xla", **scales)
     np.testing.assert_array_equal(np.asarray(written[1:], np.float32), np.asarray(expected[1:], np.float32))
@@ -150,7 +145,7 @@ def test_written_stacked_pages() -> None:
     k, v = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 1, 8)))
     at = np.array([2, 2, 1]), np.array([7, 8, 0])
     expected = write_pages(pages, k, v, *at, implementation="xla")
-    write = jax.jit(write_pages, static_argnames="implementation", compiler_options=QUICK)
+    write = jax.jit(write_pages, static_argnames="implementation")
     np.testing.assert_array_equal(write(pages, k, v, *at, implementation="mosaic_tpu"), expected)
 
 

@@ -3,11 +3,9 @@
 `scripts/check_kernels` compiles it for the chips.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -31,13 +29,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    """Race detection, blocks so small that a few tokens fill several, and quick compilation."""
+    """Race detection, and blocks so small that a few tokens fill several."""
     for name, size in {"DECODES": 2, "DECODE_KEYS": 64, "QUERY_ROWS": 48, "QUERY_KEYS": 32}.items():
         monkeypatch.setattr(mosaic_tpu_mla, name, size)
-    quick = {"xla_backend_optimization_level": 0}
-    monkeypatch.setattr(
-        test_paged_attention, "jitted", lambda f, static: jax.jit(f, static_argnames=static, compiler_options=quick)
-    )
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races

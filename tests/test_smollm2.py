@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, l
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2_gguf, xla_cache):
+def llm(smollm2_gguf, xla_cache, optimized):
     return LLM(
         smollm2_gguf,
         dtype="float32",
