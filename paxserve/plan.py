@@ -6,7 +6,9 @@ size of their memory are a description's.
 
 import contextlib
 import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from flax import nnx
 from paxserve.buckets import Bucket, make_buckets
 from paxserve.chips import Chip, Topology
 from paxserve.config import EngineConfig
-from paxserve.hlo import collectives
+from paxserve.hlo import Collective, collectives
 from paxserve.limits import Limits
 from paxserve.models.config import ModelConfig
 from paxserve.models.kv_shape import kv_shape
@@ -106,8 +108,7 @@ def make_plan(
     largest_only: of decodes and of mixed steps only the largest, which decide on memory and on the bounds.
 
     Raises what `make_builder` raises for a mesh or an option that cannot be, and NotImplementedError for a GPU with any
-    attention but "xla"; a model that does not fit is a plan with a
-    problem.
+    attention but "xla"; a model that does not fit is a plan with a problem.
     """
     if topology.chip.platform == "gpu" and config.attention != "xla":
         raise NotImplementedError(
@@ -199,10 +200,8 @@ def _compile(
 def _memory(builder: ProgramBuilder, limits: Limits, chip: Chip, compiled: list[jax.stages.Compiled]) -> Memory:
     accounts: list[Any] = [each.memory_analysis() for each in compiled]
     most = max(accounts, key=lambda account: account.argument_size_in_bytes + account.temp_size_in_bytes)
-    weights = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in builder.params)
-    pages = builder.state_shapes(limits).kv_pages
-    assert isinstance(pages.sharding, jax.sharding.Sharding)
-    kv_pages = pages.dtype.itemsize * _size(pages.sharding.shard_shape(pages.shape))
+    weights = sum(map(_shard_bytes, builder.params))
+    kv_pages = _shard_bytes(builder.state_shapes(limits).kv_pages)
     arguments = most.argument_size_in_bytes + most.output_size_in_bytes - most.alias_size_in_bytes
     return Memory(
         device=chip.memory_bytes,
@@ -263,7 +262,7 @@ def _in_pages(context: int, limits: Limits) -> int:
     return -(-context // limits.page_size) * limits.page_size
 
 
-def _by_kind(found: Any) -> dict[str, tuple[int, float]]:
+def _by_kind(found: Counter[Collective]) -> dict[str, tuple[int, float]]:
     kinds: dict[str, tuple[int, float]] = {}
     for collective, times in found.items():
         count, sent = kinds.get(collective.kind, (0, 0.0))
@@ -271,15 +270,13 @@ def _by_kind(found: Any) -> dict[str, tuple[int, float]]:
     return kinds
 
 
-def _sent(found: Any) -> float:
+def _sent(found: Counter[Collective]) -> float:
     return sum(times * collective.sent for collective, times in found.items())
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
+def _shard_bytes(array: Any) -> int:
+    """What a device holds of an array or of its shape struct."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _first_sentence(error: Exception) -> str:

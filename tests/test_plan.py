@@ -1,9 +1,13 @@
 """`paxserve plan`: it says of this machine what a running engine says, and counts what compiled programs communicate."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from engine_models import write_random
 
 from paxserve.chips import chips, describe
 from paxserve.cli import main
@@ -80,6 +84,56 @@ def test_plan_for_this_machine_is_what_its_engine_is(random_model, tight_llm, ca
     assert planned["memory"]["kv_pages"] == page * planned["limits"]["num_pages"]
     assert planned["verdict"] == f"fits, with room for {planned['requests']:,} requests of 64 tokens at a time"
     assert planned["decode"] is None
+
+
+ON_TWO_DEVICES = """
+import contextlib, io, json, sys
+import jax
+from paxserve import LLM
+from paxserve.cli import main
+
+def facts(*command):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*command, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+def held(arrays):
+    return sum(leaf.addressable_shards[1].data.nbytes for leaf in jax.tree.leaves(arrays))
+
+model, *sizes = sys.argv[1:]
+options = {name.removeprefix("--").replace("-", "_"): int(value) for name, value in zip(sizes[::2], sizes[1::2])}
+runner = LLM(model, max_model_len=64, compilation_cache_dir=None, **options).engine.runner
+print(json.dumps({
+    "plan": facts("plan", model, "--topology", "cpu:2", "--context", "64", *sizes),
+    "info": facts("info", "--model", model, "--max-model-len", "64", *sizes),
+    "weights": held(runner._params),
+    "kv_pages": held(runner.state.kv_pages),
+    "num_pages": runner.limits.num_pages,
+    "kv_tokens": runner.limits.pool_tokens,
+    "buckets": [str(bucket) for bucket in runner.buckets],
+}))
+"""
+
+
+def test_plan_for_two_devices_is_what_each_of_them_holds(tmp_path) -> None:
+    write_random(tmp_path)
+    sizes = ["--page-size", "8", "--max-num-seqs", "2", "--max-num-batched-tokens", "8"]
+    result = subprocess.run(
+        [sys.executable, "-c", ON_TWO_DEVICES, str(tmp_path), *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={"PYTHONPATH": ".", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+    assert result.returncode == 0, result.stderr
+    engine = json.loads(result.stdout.splitlines()[-1])
+    plan, info = engine["plan"], engine["info"]
+    assert plan["memory"]["weights"] == engine["weights"] < info["model"]["weight_bytes"] < 2 * engine["weights"]
+    assert plan["memory"]["kv_pages"] == engine["kv_pages"] == info["kv_pool"]["bytes"]
+    assert plan["limits"]["num_pages"] == engine["num_pages"] == info["kv_pool"]["num_pages"]
+    assert plan["kv_tokens"] == engine["kv_tokens"] == info["kv_pool"]["tokens"]
+    assert list(plan["compile_seconds"]) == engine["buckets"] == info["engine"]["buckets"]
 
 
 @pytest.mark.parametrize(

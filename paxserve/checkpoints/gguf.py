@@ -117,18 +117,23 @@ class GgufReader:
             raise CheckpointError(f"{self.path} has a damaged or cut off GGUF header: {error}") from error
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """`tensor[index]` in float32; only the rows that are asked for are dequantised."""
+        """`tensor[index]` in float32; only the blocks that this is in are dequantised."""
         info = self.tensors[name]
         kind = GGMLQuantizationType[info.dtype]
         shape, index = _swapped(name, info.shape), _swapped(name, index)
-        raw = np.frombuffer(self._file, np.uint8, _stored_bytes(shape, kind), self._offsets[name])
+        # Mapped anew for every use: pages stay in the process only as long as the mapping does.
+        raw: np.ndarray = np.memmap(self.path, np.uint8, "r", self._offsets[name], (_stored_bytes(shape, kind),))
         order = self._row_order(name, shape[0])
         if len(shape) == 1:
             values = dequantize(raw, kind)
             return (values if order is None else values[order])[index]
         raw = raw.reshape(*shape[:-1], -1)
         rows = raw[index[:-1]] if order is None else raw[order[index[0]]]
-        values = dequantize(rows, kind)[..., index[-1]]
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        start, stop, _ = index[-1].indices(shape[-1])
+        first, last = start // block, -(-stop // block)
+        values = dequantize(rows[..., first * block_bytes : last * block_bytes], kind)
+        values = values[..., start - first * block : stop - first * block]
         return values.transpose(_swapped(name, tuple(range(len(shape)))))
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:

@@ -22,6 +22,9 @@ from paxserve.models.weights import TensorSource, mtp_tensors, tensor_sources
 # configuration, and the RoPE factors of a GGUF file, which are read into it.
 DERIVED_TENSORS = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
+# Some formats' values are larger as they are read than they are stored, and than they will be.
+PIECE_VALUES = 2**21
+
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) per axis
 Index = tuple[slice, ...]
 Read = Callable[[TensorSource, Index], np.ndarray]
@@ -107,8 +110,8 @@ def _is_tied_copy(reader: TensorReader, config: ModelConfig, name: str) -> bool:
         return False
     embedding, head = reader.tensors["model.embed_tokens.weight"], reader.tensors[name]
     same = embedding.shape == head.shape and all(
-        np.array_equal(reader.read("model.embed_tokens.weight", rows), reader.read(name, rows))
-        for rows in _row_chunks(head.shape)
+        np.array_equal(reader.read("model.embed_tokens.weight", piece), reader.read(name, piece))
+        for piece in _pieces(head.shape)
     )
     if not same:
         raise CheckpointError(
@@ -117,9 +120,13 @@ def _is_tied_copy(reader: TensorReader, config: ModelConfig, name: str) -> bool:
     return True
 
 
-def _row_chunks(shape: tuple[int, ...], rows: int = 4096) -> Iterator[Index]:
-    rest = (slice(None),) * (len(shape) - 1)
-    return ((slice(start, min(start + rows, shape[0])), *rest) for start in range(0, shape[0], rows))
+def _pieces(shape: tuple[int, ...]) -> Iterator[Index]:
+    """What is read at a time of an array of this shape: some rows of its first axis that has several."""
+    axis = next((axis for axis, size in enumerate(shape) if size > 1), 0)
+    rows = max(1, PIECE_VALUES * shape[axis] // math.prod(shape))
+    whole = tuple(slice(0, size) for size in shape)
+    for start in range(0, shape[axis], rows):
+        yield (*whole[:axis], slice(start, min(start + rows, shape[axis])), *whole[axis + 1 :])
 
 
 def _load_param(read_tensor: Read, sources: list[TensorSource], target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -148,9 +155,11 @@ def _read_block(read: Read, sources: list[TensorSource], bounds: Bounds, target:
             place.append(slice(low - start, high - start))
             wanted.append(slice(offset + low - first, offset + high - first))
         if all(part.start < part.stop for part in wanted):
-            values = _read_view(read, source, tuple(wanted))
-            block[tuple(place)] = values
-            filled += values.size
+            part = block[tuple(place)]
+            for piece in _pieces(part.shape):
+                moved = (slice(w.start + p.start, w.start + p.stop) for w, p in zip(wanted, piece, strict=True))
+                part[piece] = _read_view(read, source, tuple(moved))
+            filled += part.size
     assert filled == block.size, f"{sources[0].path}: {filled} of {block.size} values have a source"
     return block
 

@@ -5,8 +5,8 @@ params/             the Orbax checkpoint (https://orbax.readthedocs.io): a tree 
                     models/weights.py, always in the spelling of unrolled layers
 """
 
-import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,23 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from paxserve.checkpoints.config_json import config_from_json, config_to_json
-from paxserve.checkpoints.fill import fill_params, stored_arrays, stored_targets
+from paxserve.checkpoints.fill import Targets, fill_params, stored_arrays, stored_targets
 from paxserve.checkpoints.reader import CheckpointError, listed
 from paxserve.models.config import ModelConfig
 
 CONFIG_FILE = "model_config.json"
 PARAMS_DIR = "params"
 FORMAT_VERSION = 1
+CHUNK_BYTES = 2**20  # what is read at the least: without it Orbax writes, and reads, an array as one chunk
 
 
 def save_orbax(directory: str | Path, config: ModelConfig, params: nnx.State) -> None:
     """Writes configuration and parameters, of unrolled or stacked layers, into an existing directory."""
     directory = Path(directory).resolve()
+    tree = _nested(stored_arrays(params))
+    cut = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / PARAMS_DIR, _nested(stored_arrays(params)))
+        checkpointer.save(directory / PARAMS_DIR, tree, save_args=cut)
     facts = {"format_version": FORMAT_VERSION, "config": config_to_json(config)}
     (directory / CONFIG_FILE).write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -55,7 +58,11 @@ def load_orbax(directory: str | Path, declared: nnx.State, mesh: Mesh) -> nnx.St
     """
     directory = Path(directory).resolve() / PARAMS_DIR
     _check(directory, {name: target.shape for name, target in stored_targets(declared, mesh).items()})
-    return fill_params(declared, mesh, functools.partial(_restore, directory))
+
+    def load(targets: Targets) -> dict[str, jax.Array]:
+        return {name: array for batch in _batches(targets) for name, array in _restore(directory, batch).items()}
+
+    return fill_params(declared, mesh, load)
 
 
 def _check(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -75,7 +82,20 @@ def _check(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
             )
 
 
-def _restore(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _batches(targets: Targets) -> Iterator[Targets]:
+    """Parts of the targets no larger than the largest of them: of what it restores at a time, Orbax holds all twice."""
+    sizes = {name: math.prod(target.shape) * target.dtype.itemsize for name, target in targets.items()}
+    batch, filled = Targets(), 0
+    for name, target in targets.items():
+        if filled + sizes[name] > max(sizes.values()):
+            yield batch
+            batch, filled = {}, 0
+        batch[name] = target
+        filled += sizes[name]
+    yield batch
+
+
+def _restore(directory: Path, targets: Targets) -> dict[str, jax.Array]:
     """Some of the checkpoint's arrays, in the targets' dtypes and shardings."""
     tree = _nested(targets)
     args = ocp.args.PyTreeRestore(

@@ -1,4 +1,5 @@
-"""Compiles the attention kernels for chips that need not be there, runs the simulated tests, prints a table of it all.
+"""Compiles the attention kernels, and the whole step, for chips that need not be there, runs the simulated tests, and prints
+a table of the kernels.
 
 Of a decode on a TPU the table has the whole kernel's cycles per cached token and layer, all KV heads together, copies taken
 to be there when they are waited for; of a prefill the share of the matrix units' peak; and the spills in the hot loop. Ends
@@ -10,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,8 +35,16 @@ def main() -> int:
         *_check_tpus([target for target in targets if target in TPUS], options.quick),
         *_check_gpus([target for target in targets if target in GPUS], options.quick),
     ]
+    if any(target in TPUS for target in targets):
+        print("\nthe whole step, compiled for TPUs", flush=True)
+        faults += _run_tests(["tests/test_plan_tpu.py"], os.environ | {"JAX_PLATFORMS": "cpu"})
     if not options.without_tests:
-        faults += _run_tests()
+        tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_mosaic_*.py"))
+        print(f"\nsimulated, with race detection: {' '.join(tests)}", flush=True)
+        # The compilers are in PYTHONPATH.
+        faults += _run_tests(
+            ["-n", "2", *tests], {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        )
     for fault in faults:
         print(f"FAULT: {fault}")
     return bool(faults)
@@ -95,11 +105,8 @@ def _compare(found: figures.Found, compilers: dict[str, dict[str, str]]) -> list
     return rises
 
 
-def _run_tests() -> list[str]:
-    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_mosaic_*.py"))
-    print(f"\nsimulated, with race detection: {' '.join(tests)}", flush=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the compilers are there
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-rs", *tests]
+def _run_tests(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-rs", *arguments]
     return ["tests failed"] * bool(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 
 
