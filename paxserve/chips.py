@@ -105,7 +105,7 @@ def _quiet_libtpu() -> None:
 def _remedy(chip: Chip, error: Exception) -> str:
     said = str(error).strip().splitlines()[-1][:300]
     if chip.platform == "tpu" and ("libtpu" in said.lower() or "not installed" in said):
-        return f"its compiler, libtpu, is not installed (pip install 'paxserve[kernels]'): {said}"
+        return f"its compiler, libtpu, is not installed (pip install 'paxserve[tpu]'): {said}"
     if chip.platform == "gpu":
         return f"its compiler is JAX's CUDA plugin with NVIDIA's nvcc (pip install 'paxserve[cuda]'): {said}"
     return said

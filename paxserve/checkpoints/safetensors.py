@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # registers numpy's bfloat16, too, in which safetensors returns BF16 tensors
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from paxserve.checkpoints.fp8 import FLOAT8_VALUES, SCALE_SUFFIX, scales_of, scales_shape
 from paxserve.checkpoints.reader import CheckpointError, TensorInfo
@@ -14,7 +15,7 @@ from paxserve.checkpoints.reader import CheckpointError, TensorInfo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FP8 = "F8_E4M3"
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, FP8: ml_dtypes.float8_e4m3fn}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 
 
 class SafetensorsReader:
@@ -47,12 +48,16 @@ class SafetensorsReader:
         """`tensor[index]` in its stored type, or in float32 if that is FP8; only that part of the file is read."""
         info = self.tensors[name]
         if info.dtype != FP8:
-            return self._map(name, info)[index]
+            # Opened anew for every use: what is read stays mapped as long as the file is open.
+            with safe_open(info.file, framework="numpy") as file:
+                return file.get_slice(name)[index]
         return FLOAT8_VALUES[self.read_fp8(name, index).view(np.uint8)] * scales_of(self._read_scales(name), index)
 
     def read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """`tensor[index]` of an FP8 weight as float8_e4m3fn, without its scales."""
-        return self._map(name, self.tensors[name])[index]
+        # The safetensors package does not give FP8 as NumPy arrays.
+        info = self.tensors[name]
+        return np.memmap(info.file, ml_dtypes.float8_e4m3fn, "r", self._offsets[name], info.shape)[index]
 
     def read_scales(self, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
         """`scales[index]` in float32 of an FP8 weight that is cut into blocks of one size, `shape` of them along each
@@ -62,11 +67,8 @@ class SafetensorsReader:
         return scales_of(self._read_scales(name), index, (rows, columns))
 
     def _read_scales(self, name: str) -> np.ndarray:
-        return self._map(name + SCALE_SUFFIX, self._scales[name])
-
-    def _map(self, name: str, info: TensorInfo) -> np.ndarray:
-        """A tensor in its file, mapped anew for every use: pages stay in the process only as long as the mapping does."""
-        return np.memmap(info.file, DTYPES[info.dtype], "r", self._offsets[name], info.shape)
+        with safe_open(self._scales[name].file, framework="numpy") as file:
+            return file.get_tensor(name + SCALE_SUFFIX)
 
     def _take_scales(self, name: str) -> TensorInfo:
         """Takes an FP8 weight's scales out of the tensors."""
@@ -103,6 +105,11 @@ class SafetensorsReader:
                 raise CheckpointError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
             self.tensors[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], file)
             self._offsets[name] = data_start + entry["data_offsets"][0]
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -121,9 +128,9 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             stored = f"tensor {name} in {file}"
-            if entry["dtype"] not in DTYPES:
-                raise CheckpointError(f"{stored} has type {entry['dtype']}; supported are {', '.join(DTYPES)}")
-            if begin < 0 or end - begin != math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize:
+            if entry["dtype"] not in ITEM_BYTES:
+                raise CheckpointError(f"{stored} has type {entry['dtype']}; supported are {', '.join(ITEM_BYTES)}")
+            if begin < 0 or end - begin != math.prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]]:
                 raise CheckpointError(f"{stored}: bytes {begin} to {end} do not fit shape {entry['shape']}")
             if 8 + header_bytes + end > size:
                 raise CheckpointError(f"{stored} is cut off: it ends at byte {8 + header_bytes + end} of {size}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Compile a model's step for a topology of accelerators that need not be there, with the engine's own code, and show what each
 device would hold, how many requests would fit, and bounds on the speed. MODEL is a built-in name, a config.json, a model
-directory or a .gguf file; no weights are read. For TPUs the compiler is libtpu (pip install 'paxserve[kernels]').
+directory or a .gguf file; no weights are read. For TPUs the compiler is libtpu (pip install 'paxserve[tpu]').
 Bounds count published rates of memory, arithmetic and links at full use, and no latencies: real steps take longer."""
 
 EPILOG = """\
