@@ -1,9 +1,11 @@
 """`paxserve plan`: it says of this machine what a running engine says, and counts what compiled programs communicate."""
 
+import importlib.util
 import json
 from collections import Counter
 
 import pytest
+from tiny_checkpoints import hf_config
 
 from paxserve.chips import chips, describe
 from paxserve.cli import main
@@ -80,6 +82,20 @@ def test_plan_for_this_machine_is_what_its_engine_is(random_model, tight_llm, ca
     assert planned["memory"]["kv_pages"] == page * planned["limits"]["num_pages"]
     assert planned["verdict"] == f"fits, with room for {planned['requests']:,} requests of 64 tokens at a time"
     assert planned["decode"] is None
+
+
+def test_plan_for_a_gpu_compiles_its_own_attention(tmp_path, capsys) -> None:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("compiling for GPUs needs jax-cuda13-plugin, which is not installed (pip install 'paxserve[cuda]')")
+    fields = {"hidden": 256, "head_dim": 64, "torch_dtype": "bfloat16", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(**fields)))
+    sizes = ["--page-size", "16", "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--context", "64"]
+    assert main(["plan", str(tmp_path), "--topology", "h100:2", *sizes, "--largest-only", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["attention"] == "mosaic_gpu"
+    assert planned["verdict"].startswith("fits")
+    assert 0 < planned["memory"]["temporaries"] < 2**25
+    assert planned["communication"]["all-reduce"][0] > 0
 
 
 @pytest.mark.parametrize(
