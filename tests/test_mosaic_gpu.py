@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AbstractMesh
 from test_paged_attention import A100, H100, HALF, TPU, Case, assert_half_close, needs_interpreter
 
 from paxserve.pallas_kernels import GQASizes, MLASizes, api, choose_implementation, mosaic_gpu
 from paxserve.pallas_kernels.layout import load
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, Schedule, make_schedule
+from paxserve.pallas_kernels.target import target
 
 LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
 LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
@@ -263,6 +264,13 @@ def test_choice(caplog: pytest.LogCaptureFixture) -> None:
     ]
     with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' is not available: .* not on NVIDIA A100"):
         choose_implementation("mosaic_gpu", A100, jnp.bfloat16, sizes=LLAMA)
+
+
+def test_target() -> None:
+    """A program under a mesh is for the mesh's devices, whatever there is here."""
+    assert target().platform == jax.default_backend()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=H100)):
+        assert target() == H100
 
 
 def quantised(case: Case, dtype: Any) -> Case:
