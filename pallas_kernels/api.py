@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice
 from jaxtyping import Array, Float, Int, Num
 
 from paxserve.pallas_kernels.layout import GQASizes, MLASizes, Scale, Sizes, latent_page_size, page_size_of
+from paxserve.pallas_kernels.target import target
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ def paged_attention(
     `page_stride` and `page_offset` are for sequences whose pages are dealt over several devices: entry `i` of a sequence's
     block table is its page `page_offset + i * page_stride`, with 0 <= page_offset < page_stride (None: all 0), and
     attention is over the keys in these pages alone. A token that sees none of them gets what padding gets.
-    `implementation` is one of IMPLEMENTATIONS, or None for the default backend's own.
+    `implementation` is one of IMPLEMENTATIONS, or None for its target's own (see target.py).
 
     Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
     disjoint keys can be merged. Padding tokens get 0 and -inf.
@@ -81,7 +83,7 @@ def paged_attention(
     if kv_pages.dtype == jnp.int8 and (k_scale is None or v_scale is None):
         raise ValueError("int8 pages need k_scale and v_scale")
     sizes = GQASizes(heads, kv_heads, head_dim, page_size)
-    chosen = choose_implementation(implementation, _platform(), q.dtype, kv_pages.dtype, sizes=sizes)
+    chosen = choose_implementation(implementation, target(), q.dtype, kv_pages.dtype, sizes=sizes)
     return _module(chosen).paged_attention(
         q,
         kv_pages,
@@ -144,7 +146,7 @@ def mla_paged_attention(
     if latent_pages.dtype == jnp.int8 and k_scale is None:
         raise ValueError("int8 pages need k_scale")
     sizes = MLASizes(q_latent.shape[1], q_latent.shape[2], q_rope.shape[2], page_size)
-    chosen = choose_implementation(implementation, _platform(), q_latent.dtype, latent_pages.dtype, sizes=sizes)
+    chosen = choose_implementation(implementation, target(), q_latent.dtype, latent_pages.dtype, sizes=sizes)
     return _module(chosen).mla_paged_attention(
         q_latent,
         q_rope,
@@ -210,42 +212,36 @@ def write_pages(
     """
     kv_heads, head_dim = k.shape[1:]
     sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
-    chosen = choose_implementation(implementation, _platform(), kv_pages.dtype, sizes=sizes)
+    chosen = choose_implementation(implementation, target(), kv_pages.dtype, sizes=sizes)
     module = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout")
     return module.write_pages(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
 
 
 def choose_implementation(
-    implementation: str | None, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes
+    implementation: str | None, device: AbstractDevice, *dtypes: jax.typing.DTypeLike, sizes: Sizes
 ) -> str:
-    """The implementation in effect on a platform for queries and pages of these dtypes and this kind of attention.
+    """The implementation in effect on a kind of device for queries and pages of these dtypes and this kind of attention.
 
     None is the platform's own (PLATFORMS_OWN) if that can do what is asked, and else "xla"; the log says why, once. Raises
     ValueError for an unknown implementation, and NotImplementedError, saying why, for one that cannot do what is asked.
     """
     if implementation is None:
-        own = PLATFORMS_OWN.get(platform, "xla")
-        if reason := _why_not(own, platform, *dtypes, sizes=sizes):
+        own = PLATFORMS_OWN.get(device.platform, "xla")
+        if reason := _why_not(own, device, *dtypes, sizes=sizes):
             _say_once(f"attention is computed by 'xla', not by {own!r}: {reason}")
             return "xla"
         return own
-    if reason := _why_not(implementation, platform, *dtypes, sizes=sizes):
+    if reason := _why_not(implementation, device, *dtypes, sizes=sizes):
         raise NotImplementedError(f"attention implementation {implementation!r} is not available: {reason}")
     return implementation
 
 
-def supported(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> bool:
-    """Whether an implementation can compute this kind of attention on a platform ("cpu", "gpu", "tpu").
+def supported(implementation: str, device: AbstractDevice, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> bool:
+    """Whether an implementation can compute this kind of attention on a kind of device.
 
     dtypes: of the queries and of the pages array. Raises ValueError for an unknown implementation.
     """
-    return _why_not(implementation, platform, *dtypes, sizes=sizes) is None
-
-
-def _platform() -> str:
-    """What the program that is being traced is for: under a mesh its devices, which need not be there."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    return _why_not(implementation, device, *dtypes, sizes=sizes) is None
 
 
 @functools.cache
@@ -253,7 +249,7 @@ def _say_once(message: str) -> None:
     logger.info(message)
 
 
-def _why_not(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> str | None:
+def _why_not(implementation: str, device: AbstractDevice, *dtypes: jax.typing.DTypeLike, sizes: Sizes) -> str | None:
     """Why an implementation is not `supported`, in words; None if it is."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; there are {sorted(IMPLEMENTATIONS)}")
@@ -261,7 +257,7 @@ def _why_not(implementation: str, platform: str, *dtypes: jax.typing.DTypeLike, 
         return None
     if implementation == "numba_cpu" and importlib.util.find_spec("numba") is None:
         return "Numba is not installed (pip install 'paxserve[cpu]')"
-    return _module(implementation).why_not(platform, dtypes, sizes)
+    return _module(implementation).why_not(device, dtypes, sizes)
 
 
 def _module(implementation: str) -> Any:

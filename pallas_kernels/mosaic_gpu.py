@@ -21,6 +21,7 @@ an item was cut, and a result does not depend on the rest of the batch but for t
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +30,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels import mosaic_gpu_mla
 from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, latent_rows, load, split_kv, storage_dtype
 from paxserve.pallas_kernels.mosaic_gpu_merge import LOWEST, collect, kernel_options
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, make_schedule
+from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.xla import finish
 
+HOPPER = re.compile(r"\bG?H(20|[128]00)\b")  # of the names of devices: H100, H200, GH200 and those for China
 ROWS = 64  # query rows of an item
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SHARED_BYTES = 233472  # of a multiprocessor
@@ -65,14 +69,11 @@ def paged_attention(
     page_stride: int,
     page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.paged_attention`. On CPU the kernels are interpreted."""
-    interpret, ctas = None, INTERPRETED_CTAS
-    if jax.default_backend() == "cpu":
-        interpret = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
-        # As CPUs store pages: bit patterns, perhaps stacked.
-        kv_pages = jnp.concatenate(split_kv(load(kv_pages), q.shape[-1]), axis=-1)
-    else:
-        ctas = ctas_per_sm(q.shape[-1], kv_pages.dtype) * jax.local_devices()[0].core_count
+    """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first."""
+    head_dim = q.shape[-1]
+    kv_pages = load(kv_pages)
+    if kv_pages.shape[-1] == head_dim:
+        kv_pages = jnp.concatenate(split_kv(kv_pages, head_dim), axis=-1)
     return attend(
         q,
         kv_pages,
@@ -88,8 +89,7 @@ def paged_attention(
         max_query_len=max_query_len,
         page_stride=page_stride,
         page_offset=page_offset,
-        ctas=ctas,
-        interpret=interpret,
+        **_machine(ctas_per_sm(head_dim, kv_pages.dtype)),
     )
 
 
@@ -102,11 +102,7 @@ def mla_paged_attention(
     query_starts: Int[Array, "seqs_plus_1"],
     **options: Any,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
-    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. On CPU the kernels are interpreted.
-
-    Paired pages, a TPU's, are unpaired first.
-    """
-    on_cpu = jax.default_backend() == "cpu"
+    """See `paxserve.pallas_kernels.mla_paged_attention`, with all of its options. Paired pages, a TPU's, are unpaired first."""
     return mosaic_gpu_mla.attend(
         q_latent,
         q_rope,
@@ -115,25 +111,31 @@ def mla_paged_attention(
         context_lens,
         query_starts,
         **options,
-        ctas=INTERPRETED_CTAS if on_cpu else jax.local_devices()[0].core_count,
-        interpret=plgpu.InterpretGPUParams() if on_cpu else None,  # type: ignore[attr-defined]
+        **_machine(1),
     )
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
-    """Why the kernels cannot compute attention on this platform, of these dtypes or sizes; None if they can."""
-    if platform == "cpu":
+def _machine(ctas_per_sm: int) -> dict[str, Any]:
+    """What the kernels are to run on: thread blocks that fill the GPU which the program is for; on CPU the interpreter."""
+    device = target()
+    if device.platform == "cpu":
+        return {"ctas": INTERPRETED_CTAS, "interpret": plgpu.InterpretGPUParams()}  # type: ignore[attr-defined]
+    assert device.num_cores is not None, f"a {device.device_kind} has multiprocessors"
+    return {"ctas": ctas_per_sm * device.num_cores, "interpret": None}
+
+
+def why_not(device: AbstractDevice, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
+    """Why the kernels cannot compute attention on a device, of these dtypes or sizes; None if they can."""
+    if device.platform == "cpu":
         if not hasattr(plgpu, "InterpretGPUParams"):
             return f"on CPU it is interpreted, by JAX 0.11 or newer, and this is {jax.__version__}"
-    elif platform != "gpu":
-        return f"it runs on Hopper GPUs, not on {platform}"
-    elif not (capability := str(getattr(jax.local_devices()[0], "compute_capability", "none"))).startswith("9."):
-        return f"it runs on Hopper GPUs, of compute capability 9, not {capability}"
+    elif not HOPPER.search(device.device_kind):
+        return f"it runs on Hopper GPUs, not on {device.device_kind}"
     queries, *pages = (jnp.dtype(dtype) for dtype in dtypes)
     if queries.name not in ("bfloat16", "float16"):
         return f"it does not read {queries}"
     for dtype in pages:
-        if dtype.name not in EIGHT_BIT and dtype != storage_dtype(queries, platform):
+        if dtype.name not in EIGHT_BIT and dtype != storage_dtype(queries, device.platform):
             return f"it does not read {dtype} with {queries} queries"
     if sizes.page_size % 8 or (BLOCK % sizes.page_size and sizes.page_size % BLOCK):
         return f"it reads pages of 8, 16 and 32 tokens and of multiples of {BLOCK}, not of {sizes.page_size}"
@@ -141,10 +143,6 @@ def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Size
         return mosaic_gpu_mla.why_not(sizes)
     if sizes.head_dim not in HEAD_DIMS:
         return f"it computes head_dim {', '.join(map(str, HEAD_DIMS))}, not {sizes.head_dim}"
-    if sizes.head_dim > 128 and any(dtype.name in EIGHT_BIT for dtype in pages):
-        return f"it has no registers left to convert {pages[0]} pages of head_dim {sizes.head_dim}"
-    if sizes.head_dim == 256 and sizes.page_size < 32:
-        return f"it has no registers left to read head_dim 256 from pages of fewer than 32 tokens, such as {sizes.page_size}"
     if sizes.heads // sizes.kv_heads > ROWS:
         return f"it computes up to {ROWS} query heads per KV head, not {sizes.heads // sizes.kv_heads}"
     return None
@@ -237,8 +235,8 @@ def attend(
                 swizzled((stages, BLOCK, width), kv_pages.dtype, math.gcd(width, 64) if widens else head_dim),
                 swizzled((ROWS, head_dim), jnp.float32),
             ),
-            swizzled((BLOCK, width), q.dtype) if widens else None,
-            swizzled((ROWS, head_dim), q.dtype),
+            swizzled((1, BLOCK, width), q.dtype) if widens else None,
+            swizzled((1, ROWS, head_dim), q.dtype),
             plgpu.SMEM((ROWS,), jnp.float32),
             swizzled((ROWS, BLOCK), q.dtype, BLOCK) if interpret is not None else None,
             plgpu.Barrier(),
@@ -292,7 +290,6 @@ def _attend_kernel(
     page_size = units * unit
     kv_smem, out_smem = kv_or_out_smem
     stages = kv_smem.shape[0]
-    short_of_registers = head_dim > 128
     wgmma_layout = plgpu.Layout.WGMMA
     cta = lax.axis_index("cta")
     span = BLOCK + (BLOCK // unit - 1) * (page_stride - 1) * unit  # from a block's first key to its last
@@ -334,7 +331,7 @@ def _attend_kernel(
                 block = kv_smem.at[slot, pl.ds(j * unit, unit)]
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, head, place], block, kv_barriers.at[slot])
 
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[pl.ds(0, rows)], q_barrier)
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[0, pl.ds(0, rows)], q_barrier)
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
         def _fill(i: Array) -> None:
@@ -344,11 +341,13 @@ def _attend_kernel(
 
         def step(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, top, total = carry
-            refill = None if short_of_registers else locate(i + stages)
+            refill = locate(i + stages)
             slot = lax.rem(i, jnp.int32(stages))
             block_key = first_key_of(i)
             plgpu.barrier_wait(kv_barriers.at[slot])
-            kv = kv_smem.at[slot] if wide_smem is None else wide_smem
+            nought = jnp.minimum(slot, 0)  # ptxas does not know: it would keep descriptors of all of these, and spill
+            q = q_smem.at[nought]
+            kv = kv_smem.at[slot] if wide_smem is None else wide_smem.at[nought]
             k, v = kv.at[:, pl.ds(0, head_dim)], kv.at[:, pl.ds(head_dim, head_dim)]
 
             def is_before_end(shape: tuple[int, int], layout: plgpu.Layout) -> Array:
@@ -357,13 +356,13 @@ def _attend_kernel(
             if wide_smem is None:
                 pl.when(block_key + span > end_key)(lambda: _copy_keys(v, v, is_before_end))
             else:
-                _copy_keys(kv_smem.at[slot], wide_smem, is_before_end)
+                _copy_keys(kv_smem.at[slot], kv, is_before_end)
 
             if interpret:  # the interpreter does not look for races of wgmma's operands: read them
-                _ = q_smem.at[pl.ds(0, rows)][...], k[...], v[...]
+                _ = q_smem.at[0, pl.ds(0, rows)][...], k[...], v[...]
 
             def scores(s_acc: Any) -> Array:
-                plgpu.wgmma(s_acc, q_smem, k.transpose((1, 0)))
+                plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
                 return s_acc[...]
 
             logit_scale = scale if k_scale_ref is None else scale * k_scale_ref[0]
@@ -384,7 +383,7 @@ def _attend_kernel(
             masked = block_key + span > position + 1
             if has_window:
                 masked |= block_key < first_key + ROWS // group
-            s = mask(s) if short_of_registers else lax.cond(masked, mask, lambda s: s, s)
+            s = lax.cond(masked, mask, lambda s: s, s)
             new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))
             fade = jnp.exp2(top - new_top)
             p = jnp.exp2(s - over_rows(new_top, s.shape))
@@ -394,7 +393,7 @@ def _attend_kernel(
 
             @pl.when(i + stages < end)
             def _refill() -> None:
-                fetch(i + stages, refill or locate(i + stages))
+                fetch(i + stages, refill)
 
             return acc, new_top, total
 

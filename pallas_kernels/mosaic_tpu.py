@@ -19,11 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend, entries
 from paxserve.pallas_kernels.mosaic_tpu_mla import mla_paged_attention
+from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
 from paxserve.pallas_kernels.xla import Window, finish
 
@@ -36,10 +38,10 @@ SLOTS_BYTES = 32 * 2**20  # of VMEM for blocks, at most
 STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
-    """Why attention of these dtypes and sizes cannot be computed on this platform; None if it can."""
-    if platform not in ("tpu", "cpu"):
-        return f"it runs on TPU and is simulated on CPU, it does not run on {platform}"
+def why_not(device: AbstractDevice, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
+    """Why attention of these dtypes and sizes cannot be computed on a device; None if it can."""
+    if device.platform not in ("tpu", "cpu"):
+        return f"it runs on TPU and is simulated on CPU, it does not run on {device.platform}"
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in DTYPES:
             return f"it does not read {jnp.dtype(dtype).name}"
@@ -104,10 +106,9 @@ def paged_attention(
     batch = context_lens.astype(jnp.int32), query_starts.astype(jnp.int32), window, pages
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out, lse = jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf)
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     tuned = functools.partial(
         block_sizes,
-        device_kind=device.device_kind,
+        device_kind=target().device_kind,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice
 from jaxtyping import Array, Float, Int, Num
 from numba import cfunc, types
 
@@ -351,11 +352,11 @@ def _target(q_dtype: Any, pages_dtype: Any) -> str:
     return name
 
 
-def why_not(platform: str, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
-    """Why attention of these dtypes cannot be computed on this platform; None if it can. All sizes can."""
+def why_not(device: AbstractDevice, dtypes: tuple[jax.typing.DTypeLike, ...], sizes: Sizes) -> str | None:
+    """Why attention of these dtypes cannot be computed on a device; None if it can. All sizes can."""
     del sizes
-    if platform != "cpu":
-        return f"it runs on CPU, not on {platform}"
+    if device.platform != "cpu":
+        return f"it runs on CPU, not on {device.platform}"
     for dtype in dtypes:
         if jnp.dtype(dtype).name not in DTYPES:
             return f"it does not read {jnp.dtype(dtype).name}"

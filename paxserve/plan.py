@@ -9,7 +9,6 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -107,33 +106,27 @@ def make_plan(
 
     largest_only: of decodes and of mixed steps only the largest, which decide on memory and on the bounds.
 
-    Raises what `make_builder` raises for a mesh or an option that cannot be, and NotImplementedError for a GPU with any
-    attention but "xla"; a model that does not fit is a plan with a problem.
+    Raises what `make_builder` raises for a mesh or an option that cannot be; a model that does not fit is a plan with a
+    problem.
     """
-    if topology.chip.platform == "gpu" and config.attention != "xla":
-        raise NotImplementedError(
-            f"topology {topology.text}: which attention a GPU gets is asked of the GPU itself so far, and there is none; "
-            "plan with attention 'xla' (--attention xla)"
-        )
-    with _target(topology):
-        builder = make_builder(model, config, topology.devices)
-        mesh = shape_of(builder.mesh)
-        known: dict[str, Any] = {
-            "model": config.model,
-            "topology": topology.text,
-            "chip": topology.chip,
-            "mesh": mesh,
-            "weights": config.quantization or builder.dtype.name,
-            "kv": builder.kv_dtype.name,
-            "context": context,
-            "attention": builder.attention,
-        }
-        try:
-            memory = None if topology.chip.platform == "cpu" else topology.chip.memory_bytes
-            limits = size_limits(config, model, builder.kv_dtype.name, mesh, memory, builder.step_bytes)
-            compiled, seconds = _compile(builder, limits, largest_only)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            return Plan(**known, problem=_first_sentence(error))
+    builder = make_builder(model, config, topology.devices)
+    mesh = shape_of(builder.mesh)
+    known: dict[str, Any] = {
+        "model": config.model,
+        "topology": topology.text,
+        "chip": topology.chip,
+        "mesh": mesh,
+        "weights": config.quantization or builder.dtype.name,
+        "kv": builder.kv_dtype.name,
+        "context": context,
+        "attention": builder.attention,
+    }
+    try:
+        memory = None if topology.chip.platform == "cpu" else topology.chip.memory_bytes
+        limits = size_limits(config, model, builder.kv_dtype.name, mesh, memory, builder.step_bytes)
+        compiled, seconds = _compile(builder, limits, largest_only)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return Plan(**known, problem=_first_sentence(error))
     buckets = list(compiled)
     decode = max(bucket for bucket in buckets if bucket.decode)
     prefill = max(bucket for bucket in buckets if not bucket.decode)
@@ -166,16 +159,6 @@ def search(model: ModelConfig, config: EngineConfig, topology: Topology, context
                 make_plan(model, dataclasses.replace(config, mesh=str(mesh)), topology, context, largest_only=True)
             )
     return sorted(plans, key=lambda plan: -plan.decode.tokens_per_second if plan.decode else 1)
-
-
-@contextlib.contextmanager
-def _target(topology: Topology) -> Iterator[None]:
-    """Kernels for GPUs ask the default device what they are lowered for."""
-    if topology.chip.platform == "gpu":
-        with jax.default_device(topology.devices[0]):
-            yield
-    else:
-        yield
 
 
 def _compile(

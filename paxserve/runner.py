@@ -53,15 +53,18 @@ def make_builder(model: ModelConfig, config: EngineConfig, devices: Sequence[jax
     platform = devices[0].platform
     sizes = _attention_sizes(model, config.page_size, shape)
     stored = storage_dtype(kv_dtype, platform)
+    mesh = make_mesh(shape, devices=devices)
     return ProgramBuilder(
         model,
-        make_mesh(shape, devices=devices),
+        mesh,
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=config.quantization,
         scan_layers=platform == "tpu" if config.scan_layers is None else config.scan_layers,
         page_size=config.page_size,
-        attention=choose_implementation(config.attention, platform, dtype, stored, sizes=sizes),
+        attention=choose_implementation(
+            config.attention, mesh.abstract_mesh.abstract_device, dtype, stored, sizes=sizes
+        ),
     )
 
 

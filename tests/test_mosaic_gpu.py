@@ -3,6 +3,7 @@
 That the kernels compile for the hardware is checked by scripts/check_kernels, and on a GPU by scripts/gpu_check.
 """
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import HALF, Case, assert_half_close, needs_interpreter
+from jax.sharding import AbstractDevice, AbstractMesh
+from test_paged_attention import A100, H100, HALF, TPU, Case, assert_half_close, needs_interpreter
 
 from paxserve.pallas_kernels import GQASizes, MLASizes, api, choose_implementation, mosaic_gpu
 from paxserve.pallas_kernels.layout import load
 from paxserve.pallas_kernels.mosaic_gpu_schedule import BLOCK, Schedule, make_schedule
+from paxserve.pallas_kernels.target import target
 
 LLAMA = GQASizes(heads=32, kv_heads=8, head_dim=128, page_size=32)
 LATENT = MLASizes(heads=16, kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)
@@ -210,60 +213,64 @@ def test_window_does_not_read_pages_before_it() -> None:
     [
         ({"head_dim": 72}, "head_dim 64, 80, 96, 128, 192, 256, not 72"),
         ({"page_size": 24}, "not of 24"),
-        ({"head_dim": 256, "page_size": 16}, "pages of fewer than 32 tokens, such as 16"),
         ({"heads": 8 * 65}, "up to 64 query heads per KV head, not 65"),
     ],
 )
-def test_refused_sizes(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str) -> None:
-    pretend_gpu(monkeypatch, "9.0")
+def test_refused_sizes(changes: dict[str, int], message: str) -> None:
     sizes = GQASizes(**(vars(LLAMA) | changes))
     with pytest.raises(NotImplementedError, match=message):
-        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, sizes=sizes)
-    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=sizes) == "xla"
+        choose_implementation("mosaic_gpu", H100, jnp.bfloat16, sizes=sizes)
+    assert choose_implementation(None, H100, jnp.bfloat16, sizes=sizes) == "xla"
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "head_dim", "message"),
+    ("dtypes", "message"),
     [
-        ((jnp.bfloat16, jnp.float16), 128, "does not read float16 with bfloat16 queries"),
-        ((jnp.bfloat16, jnp.float8_e5m2), 128, "does not read float8_e5m2"),
-        ((jnp.bfloat16, jnp.int8), 192, "no registers left to convert int8 pages of head_dim 192"),
+        ((jnp.bfloat16, jnp.float16), "does not read float16 with bfloat16 queries"),
+        ((jnp.bfloat16, jnp.float8_e5m2), "does not read float8_e5m2"),
     ],
 )
-def test_refused_pages(monkeypatch: pytest.MonkeyPatch, dtypes: Any, head_dim: int, message: str) -> None:
-    pretend_gpu(monkeypatch, "9.0")
-    sizes = GQASizes(**(vars(LLAMA) | {"head_dim": head_dim}))
+def test_refused_pages(dtypes: Any, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
-        choose_implementation("mosaic_gpu", "gpu", *dtypes, sizes=sizes)
-    assert choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, jnp.int8, sizes=LLAMA) == "mosaic_gpu"
+        choose_implementation("mosaic_gpu", H100, *dtypes, sizes=LLAMA)
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, compute_capability: str) -> None:
-    device = type("GPU", (), {"compute_capability": compute_capability})
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+@pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
+def test_pages_that_it_reads(head_dim: int) -> None:
+    for page_size in (8, 16, 32, 64, 128, 256):
+        sizes = dataclasses.replace(LLAMA, head_dim=head_dim, page_size=page_size)
+        for pages in (jnp.bfloat16, *mosaic_gpu.EIGHT_BIT):
+            assert choose_implementation("mosaic_gpu", H100, jnp.bfloat16, pages, sizes=sizes) == "mosaic_gpu"
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    pretend_gpu(monkeypatch, "9.0")
+def test_choice(caplog: pytest.LogCaptureFixture) -> None:
     for sizes in (LLAMA, LATENT):
         for pages in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
-            assert choose_implementation(None, "gpu", jnp.bfloat16, pages, sizes=sizes) == "mosaic_gpu"
-        assert choose_implementation(None, "gpu", jnp.float32, sizes=sizes) == "xla"
+            assert choose_implementation(None, H100, jnp.bfloat16, pages, sizes=sizes) == "mosaic_gpu"
+        assert choose_implementation(None, H100, jnp.float32, sizes=sizes) == "xla"
         with pytest.raises(NotImplementedError, match="does not read float32"):
-            choose_implementation("mosaic_gpu", "gpu", jnp.float32, sizes=sizes)
-    with pytest.raises(NotImplementedError, match="Hopper GPUs, not on tpu"):
-        choose_implementation("mosaic_gpu", "tpu", jnp.bfloat16, sizes=LLAMA)
+            choose_implementation("mosaic_gpu", H100, jnp.float32, sizes=sizes)
+    with pytest.raises(NotImplementedError, match="Hopper GPUs, not on TPU v5"):
+        choose_implementation("mosaic_gpu", TPU, jnp.bfloat16, sizes=LLAMA)
+    for kind in ("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert choose_implementation(None, AbstractDevice(kind, 132, "gpu"), jnp.bfloat16, sizes=LLAMA) == "mosaic_gpu"
 
-    pretend_gpu(monkeypatch, "8.0")
     api._say_once.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
-            assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "xla"
+            assert choose_implementation(None, A100, jnp.bfloat16, sizes=LLAMA) == "xla"
     assert [record.message for record in caplog.records] == [
-        "attention is computed by 'xla', not by 'mosaic_gpu': it runs on Hopper GPUs, of compute capability 9, not 8.0"
+        "attention is computed by 'xla', not by 'mosaic_gpu': it runs on Hopper GPUs, not on NVIDIA A100-SXM4-80GB"
     ]
-    with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' is not available: .* not 8\.0"):
-        choose_implementation("mosaic_gpu", "gpu", jnp.bfloat16, sizes=LLAMA)
+    with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' is not available: .* not on NVIDIA A100"):
+        choose_implementation("mosaic_gpu", A100, jnp.bfloat16, sizes=LLAMA)
+
+
+def test_target() -> None:
+    """A program under a mesh is for the mesh's devices, whatever there is here."""
+    assert target().platform == jax.default_backend()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=H100)):
+        assert target() == H100
 
 
 def quantised(case: Case, dtype: Any) -> Case:
@@ -284,6 +291,12 @@ def quantised(case: Case, dtype: Any) -> Case:
 def test_8_bit_pages(dtype: Any, query_dtype: Any) -> None:
     case = quantised(Case((1, 9), (130, 70), heads=4, head_dim=64, dtype=query_dtype), dtype)
     assert_half_close(interpret(case, ctas=3, detect_races=True), case.numpy())
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(192, jnp.float8_e4m3fn), (256, jnp.int8)])
+def test_8_bit_pages_of_large_heads(head_dim: int, dtype: Any) -> None:
+    case = Case((1, 9), (70, 40), padding=0, heads=2, kv_heads=1, **HALF | {"head_dim": head_dim, "page_size": 8})
+    assert_half_close(interpret(quantised(case, dtype), ctas=2, detect_races=True), case.numpy())
 
 
 def test_gpu_check_rehearses() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mosaic_gpu import LATENT, pretend_gpu
-from test_paged_attention import Case, assert_half_close, needs_interpreter
+from test_mosaic_gpu import LATENT
+from test_paged_attention import H100, Case, assert_half_close, needs_interpreter
 
 from paxserve.pallas_kernels import MLASizes, choose_implementation, mosaic_gpu_mla
 from paxserve.pallas_kernels.layout import load
@@ -122,11 +122,8 @@ def test_result_hardly_depends_on_how_the_work_is_cut() -> None:
         ({}, ("bfloat16", "float16"), "does not read float16 with bfloat16 queries"),
     ],
 )
-def test_refused(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], dtypes: tuple[str, ...], message: str
-) -> None:
-    pretend_gpu(monkeypatch, "9.0")
+def test_refused(changes: dict[str, int], dtypes: tuple[str, ...], message: str) -> None:
     sizes = MLASizes(**(vars(LATENT) | changes))
     with pytest.raises(NotImplementedError, match=message):
-        choose_implementation("mosaic_gpu", "gpu", *dtypes, sizes=sizes)
-    assert choose_implementation(None, "gpu", *dtypes, sizes=sizes) == "xla"
+        choose_implementation("mosaic_gpu", H100, *dtypes, sizes=sizes)
+    assert choose_implementation(None, H100, *dtypes, sizes=sizes) == "xla"

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from test_paged_attention import MIXED, Case, assert_close
+from test_paged_attention import H100, MIXED, TPU, Case, assert_close
 
 from paxserve.pallas_kernels import (
     GQASizes,
@@ -159,16 +159,16 @@ def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:
 
 
 def test_chosen_on_tpu_for_what_it_computes() -> None:
-    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
-    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.float16, sizes=GQASizes(8, 2, 128, 32)) == "xla"
-    assert choose_implementation(None, "tpu", jnp.bfloat16, sizes=LATENT) == "mosaic_tpu"
+    assert choose_implementation(None, TPU, jnp.bfloat16, sizes=GQASizes(8, 2, 128, 32)) == "mosaic_tpu"
+    assert choose_implementation(None, TPU, jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8)) == "xla"
+    assert choose_implementation(None, TPU, jnp.float16, sizes=GQASizes(8, 2, 128, 32)) == "xla"
+    assert choose_implementation(None, TPU, jnp.bfloat16, sizes=LATENT) == "mosaic_tpu"
     with pytest.raises(NotImplementedError, match="does not run on gpu"):
-        choose_implementation("mosaic_tpu", "gpu", jnp.bfloat16, sizes=LATENT)
+        choose_implementation("mosaic_tpu", H100, jnp.bfloat16, sizes=LATENT)
     with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=dataclasses.replace(LATENT, page_size=8))
+        choose_implementation("mosaic_tpu", TPU, jnp.bfloat16, sizes=dataclasses.replace(LATENT, page_size=8))
     with pytest.raises(NotImplementedError, match="bfloat16 pages must hold a multiple of 16 tokens, not 8"):
-        choose_implementation("mosaic_tpu", "tpu", jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8))
+        choose_implementation("mosaic_tpu", TPU, jnp.bfloat16, sizes=GQASizes(8, 2, 128, 8))
     with pytest.raises(NotImplementedError, match="does not read float16"):
         paged_attention(
             jnp.zeros((1, 1, 16), jnp.float16),

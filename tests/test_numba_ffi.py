@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numba import cfunc, types
+from test_paged_attention import A100, CPU, TPU
 
 from paxserve.pallas_kernels import GQASizes, choose_implementation, numba_ffi
 from paxserve.pallas_kernels.numba_ffi import WORD, data, dim, load_word
@@ -106,15 +107,15 @@ LLAMA = GQASizes(heads=8, kv_heads=2, head_dim=128, page_size=16)
 
 
 def test_the_implementation_chosen_by_platform_and_dtype(monkeypatch):
-    assert choose_implementation(None, "cpu", jnp.bfloat16, jnp.uint16, sizes=LLAMA) == "numba_cpu"
-    assert choose_implementation(None, "cpu", jnp.float16, sizes=LLAMA) == "xla"
-    assert choose_implementation(None, "gpu", jnp.bfloat16, sizes=LLAMA) == "xla"
-    assert choose_implementation("reference", "tpu", jnp.bfloat16, sizes=LLAMA) == "reference"
+    assert choose_implementation(None, CPU, jnp.bfloat16, jnp.uint16, sizes=LLAMA) == "numba_cpu"
+    assert choose_implementation(None, CPU, jnp.float16, sizes=LLAMA) == "xla"
+    assert choose_implementation(None, A100, jnp.bfloat16, sizes=LLAMA) == "xla"
+    assert choose_implementation("reference", TPU, jnp.bfloat16, sizes=LLAMA) == "reference"
     with pytest.raises(NotImplementedError, match="runs on CPU, not on gpu"):
-        choose_implementation("numba_cpu", "gpu", jnp.bfloat16, sizes=LLAMA)
+        choose_implementation("numba_cpu", A100, jnp.bfloat16, sizes=LLAMA)
     with pytest.raises(NotImplementedError, match="does not read float16"):
-        choose_implementation("numba_cpu", "cpu", jnp.float16, sizes=LLAMA)
+        choose_implementation("numba_cpu", CPU, jnp.float16, sizes=LLAMA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert choose_implementation(None, "cpu", jnp.bfloat16, sizes=LLAMA) == "xla"
+    assert choose_implementation(None, CPU, jnp.bfloat16, sizes=LLAMA) == "xla"
     with pytest.raises(NotImplementedError, match=r"pip install 'paxserve\[cpu\]'"):
-        choose_implementation("numba_cpu", "cpu", jnp.bfloat16, sizes=LLAMA)
+        choose_implementation("numba_cpu", CPU, jnp.bfloat16, sizes=LLAMA)

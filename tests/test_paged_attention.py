@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractDevice
 
 from paxserve.pallas_kernels import (
     IMPLEMENTATIONS,
@@ -38,6 +39,12 @@ FAST = [
 @functools.cache
 def jitted(function: Any, static: tuple[str, ...]) -> Any:
     return jax.jit(function, static_argnames=static)
+
+
+CPU = AbstractDevice("cpu", None, "cpu")
+TPU = AbstractDevice("TPU v5", 2, "tpu")
+A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
+H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
 
 def needs_interpreter() -> None:

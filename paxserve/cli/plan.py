@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Compile a model's step for a topology of accelerators that need not be there, with the engine's own code, and show what each
 device would hold, how many requests would fit, and bounds on the speed. MODEL is a built-in name, a config.json, a model
-directory or a .gguf file; no weights are read. For TPUs the compiler is libtpu (pip install 'paxserve[tpu]').
+directory or a .gguf file; no weights are read. For TPUs the compiler is libtpu (pip install 'paxserve[tpu]'), for GPUs
+JAX's CUDA plugin with NVIDIA's compilers (pip install 'paxserve[cuda]').
 Bounds count published rates of memory, arithmetic and links at full use, and no latencies: real steps take longer."""
 
 EPILOG = """\
 examples:
   paxserve plan llama-3.1-8b --topology v5e:2x2 --context 8192
   paxserve plan llama-3.1-70b --topology v6e:4x4 --context 32768 --search
+  paxserve plan llama-3.1-70b --topology h100:8 --largest-only
   paxserve plan deepseek-v3 --topology v5p:4x4x4 --weight-dtype fp8 --json"""
 
 

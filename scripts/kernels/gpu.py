@@ -94,9 +94,19 @@ SHAPES = {
     "mixed, head_dim 96, fp8, everything": Shape(**EVERYTHING, page_size=8, head_dim=96, pages="float8_e4m3fn"),
     "mixed, fp8, everything": Shape(**EVERYTHING, page_size=8, pages="float8_e4m3fn"),
     "mixed, head_dim 192, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=192),
-    "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=32, heads=16, head_dim=256),
+    "mixed, head_dim 192, fp8, everything": Shape(
+        **EVERYTHING, page_size=8, heads=16, head_dim=192, pages="float8_e4m3fn"
+    ),
+    "mixed, head_dim 256, everything": Shape(**EVERYTHING, page_size=8, heads=16, head_dim=256),
     "mixed, head_dim 256, no dealt pages": Shape(**EVERYTHING | {"page_stride": 1}, heads=16, head_dim=256),
     "mixed, head_dim 256, pages of 256": Shape(**EVERYTHING, page_size=256, heads=16, head_dim=256, dtype="float16"),
+    "mixed, head_dim 256, int8, everything": Shape(
+        **EVERYTHING, page_size=8, heads=16, head_dim=256, pages="int8", dtype="float16"
+    ),
+    "mixed, head_dim 256, fp8, everything": Shape(
+        **EVERYTHING, page_size=8, heads=16, head_dim=256, pages="float8_e4m3fn"
+    ),
+    "decode, head_dim 256, int8": Shape(heads=16, head_dim=256, pages="int8"),
     "prefill of 8192": Shape(seqs=4, tokens=8192),
     "latent decode, 16 heads": LatentShape(heads=16, page_size=16),
     "latent decode, 64 heads": LatentShape(heads=64),
