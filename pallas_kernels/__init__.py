@@ -6,6 +6,7 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_latent_pages,
     write_pages,
 )
 from paxserve.pallas_kernels.check_batch import check_batch
@@ -20,7 +21,6 @@ from paxserve.pallas_kernels.layout import (
     pairs_latents,
     stacks_kv,
     storage_dtype,
-    write_latent_pages,
 )
 
 __all__ = [

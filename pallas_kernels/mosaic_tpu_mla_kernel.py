@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
+from paxserve.pallas_kernels.layout import is_second
 from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED, VMEM_LIMIT, Work
 from paxserve.pallas_kernels.mosaic_tpu_stream import (
     END_ROW,
@@ -108,9 +109,8 @@ def attend(
         def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
             """Zero a page but for its first `keys` keys."""
             group, row, column = (lax.broadcasted_iota(jnp.int32, (groups, group_rows, width), i) for i in range(3))
-            is_second = ((column >= rank) & (column < 2 * rank)) | (column >= width - rope)
             stored = buffer[slot, tile, page]
-            is_used = 2 * group_rows * group + row + jnp.where(is_second, group_rows, 0) < keys
+            is_used = 2 * group_rows * group + row + jnp.where(is_second(column, rank, width), group_rows, 0) < keys
             buffer[slot, tile, page] = jnp.where(is_used, stored, jnp.zeros_like(stored))
 
         def compute(number: Array, slot: Array) -> None:
