@@ -11,9 +11,10 @@ window's) to its last: as many as its longest tile has. Running maximum, sum and
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
 
 Pipeline. The chain of a tile of many rows is long enough to keep all units busy, but only one after the other. It is cut
-into three stages, logits - weights - output, with VMEM buffers between them, and the work into *units*, one KV head's
-`keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before; that
-goes on across blocks, so that a block is in use until the next one's first units are through. A turn is `turn` units.
+into three stages, logits and maxima - weights - output, with VMEM buffers between them, and the work into *units*, one KV
+head's `keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before;
+that goes on across blocks, so that a block is in use until the next one's first two units are begun. A turn is `turn` units.
+Buffers are cut into parts of a few rows, each an array of its own: a part is waited for, not all of a unit.
 
 Dealt pages. If only every `stride`-th page of a sequence is in its block table, positions are counted from the first of
 them: entry `i` holds the keys from `i * stride * page_size` on. A tile may see none of them, its row's sums are then 0.
@@ -43,7 +44,7 @@ ISSUE = 8  # page copies started per turn of a loop
 MASKED = -1e30  # a hidden logit
 LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
 TINY = 1e-30
-PIPELINE_ROWS = 32  # that a stage of the pipeline computes at a time
+PIPELINE_ROWS = 32  # of a part of the buffers between the stages of the pipeline
 VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
 LANES = 128
 LOG2_E = 1.4426950408889634
@@ -129,6 +130,8 @@ def attend(
     pieces = block_pages * page_size // shape.keys
     piece_pages = block_pages // pieces
     blocks_per_refill = TABLE_ROW // block_pages
+    parts = [slice(start, min(start + PIPELINE_ROWS, rows)) for start in range(0, rows, PIPELINE_ROWS)]
+    key_lanes = LANES if shape.keys % LANES == 0 else shape.keys
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
@@ -314,28 +317,40 @@ def attend(
 
         def run_pipeline() -> None:
             """All of a step's blocks, by units of one KV head's piece: three of them at a time, each at its stage."""
-            logits, weights, bias, is_biased = stages[0:2], stages[2:4], stages[4], stages[5]
+            bias, is_biased, logits, highest, weights, fades = stages
             units = kv_heads * pieces
+            nothing = jnp.minimum(counts[step], 0) * 16
+
+            def reload(ref: Any) -> Array:
+                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
+                return ref[pl.ds(pl.multiple_of(nothing, 16), ref.shape[0])]
 
             def first_stage(slot: Array, unit: Array | int, buffer: int) -> None:
-                logits[buffer][...] = find_logits(slot, 0, unit // pieces, unit % pieces)
+                all_logits = find_logits(slot, 0, unit // pieces, unit % pieces)
+                for i, part in enumerate(parts):
+                    x = all_logits[part] + bias[unit % pieces, part]
+                    logits[buffer][i][...] = x
+                    tiles_of_lanes = [x[:, k : k + key_lanes] for k in range(0, shape.keys, key_lanes)]
+                    highest[buffer][i][...] = functools.reduce(jnp.maximum, tiles_of_lanes)
 
             def second_stage(unit: Array | int, buffer: int) -> None:
                 h = unit // pieces
-                for start in range(0, rows, PIPELINE_ROWS):
-                    part = pl.ds(start, min(PIPELINE_ROWS, rows - start))
-                    x = logits[buffer][part] + bias[unit % pieces, part]
+                for i, part in enumerate(parts):
                     old = top[0, h, part]
-                    new = jnp.maximum(old, x.max(1, keepdims=True))
+                    new = jnp.maximum(old, reload(highest[buffer][i]).max(1, keepdims=True))
                     fade = jnp.exp2((old - new) * unit_log2)
-                    w = jnp.exp2((x - _repeat(new, shape.keys)) * unit_log2)
-                    weights[buffer][part] = w.astype(dtype)
+                    w = jnp.exp2((reload(logits[buffer][i]) - _repeat(new, shape.keys)) * unit_log2)
+                    weights[buffer][i][...] = w.astype(dtype)
+                    fades[buffer][i][...] = fade
                     top[0, h, part] = new
                     total[0, h, part] = total[0, h, part] * fade + by_lane(w)
-                    acc[0, h, part] = acc[0, h, part] * _repeat(fade, value_dim)
 
             def third_stage(slot: Array, unit: Array | int, buffer: int) -> None:
-                acc[0, unit // pieces] += find_products(weights[buffer][...], slot, 0, unit // pieces, unit % pieces)
+                h = unit // pieces
+                w = jnp.concatenate([reload(ref) for ref in weights[buffer]])
+                y = find_products(w, slot, 0, h, unit % pieces)
+                for i, part in enumerate(parts):
+                    acc[0, h, part] = acc[0, h, part] * _repeat(reload(fades[buffer][i]), value_dim) + y[part]
 
             def hide(number: Array) -> None:
                 """Fill the bias with MASKED where a block's keys are not visible, if there are such keys."""
@@ -350,33 +365,36 @@ def attend(
                     for piece in range(pieces):
                         bias[piece] = jnp.where(is_visible(number, 0, piece), 0.0, MASKED)
 
-            def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            def turn(_turn: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 slot_before, unit_before, number, slot, unit = carry
-                is_last = unit + shape.turn == units
-                slot_after = jnp.where(is_last, next_slot(slot), slot)
-                unit_after = jnp.where(is_last, 0, unit + shape.turn)
-                pl.when(unit == 0)(lambda: hide(number))
-                pl.when(is_last & (number + 1 < counts[step]))(lambda: enter(number + 1, slot_after))
-                for i in range(shape.turn):
-                    if i == 0:
-                        third_stage(slot_before, unit_before, 1)
-                    else:
-                        third_stage(slot, unit + i - 1, (i - 1) % 2)
-                    second_stage(unit + i, i % 2)
-                    if i + 1 < shape.turn:
-                        first_stage(slot, unit + i + 1, (i + 1) % 2)
-                    else:
-                        first_stage(slot_after, unit_after, 0)
-                number = jnp.where(is_last, number + 1, number)
-                return slot, unit + shape.turn - 1, number, slot_after, unit_after
 
-            zero, slot = jnp.int32(0), cursor[3]
+                @pl.when(unit == 0)
+                def _() -> None:
+                    enter(number, slot)
+                    hide(number)
+
+                for i in range(shape.turn):
+                    if i < 2:
+                        third_stage(slot_before, unit_before + i - 1, i)
+                    else:
+                        third_stage(slot, unit + i - 2, i % 2)
+                    second_stage(unit + i - 1 if i else unit_before, (i + 1) % 2)
+                    first_stage(slot, unit + i, i % 2)
+                last = unit + shape.turn - 1
+                is_last = last + 1 == units
+                next_block = jnp.where(is_last, number + 1, number), jnp.where(is_last, next_slot(slot), slot)
+                return slot, last, *next_block, jnp.where(is_last, 0, last + 1)
+
+            # Before the first unit there are two that add nothing.
+            neutral = (logits[1], MASKED), (highest[1], MASKED), (weights[0], 0), (fades[0], 1)
+            for ref, value in ((ref, value) for refs, value in neutral for ref in refs):
+                ref[...] = jnp.full_like(ref, value)
             is_biased[0] = 1
-            enter(zero, slot)
-            first_stage(slot, 0, 0)
-            weights[1][...] = jnp.zeros_like(weights[1])
-            carry = slot, zero, zero, slot, zero
+            zero, slot = jnp.int32(0), cursor[3]
+            carry = slot, jnp.int32(1), zero, slot, zero
             slot, unit, _, cursor[3], _ = lax.fori_loop(0, counts[step] * (units // shape.turn), turn, carry)
+            third_stage(slot, unit - 1, 0)
+            second_stage(unit, 1)
             third_stage(slot, unit, 1)
 
         @pl.when(pl.program_id(1) == 0)
@@ -445,11 +463,17 @@ def attend(
 
         return pl.BlockSpec((tiles, kv_heads, rows, last), index)
 
+    def in_parts(width: int, dtype: Any = jnp.float32) -> list[Any]:
+        """A stage's two buffers, of the parts of the rows."""
+        return [[pltpu.VMEM((part.stop - part.start, width), dtype) for part in parts]] * 2
+
     buffers = [
-        *[pltpu.VMEM((rows, shape.keys), jnp.float32)] * 2,
-        *[pltpu.VMEM((rows, shape.keys), dtype)] * 2,
         pltpu.VMEM((pieces, rows, shape.keys), jnp.float32),
         pltpu.SMEM((1,), jnp.int32),
+        in_parts(shape.keys),
+        in_parts(key_lanes),
+        in_parts(shape.keys, dtype),
+        in_parts(LANES),
     ]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
