@@ -141,10 +141,7 @@ def attend(
         full: Any, ids_sem: Any, kv_sem: Any, *stages: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
-        if cores == 1:
-            step, steps_end = pl.program_id(1), pl.num_programs(1)
-        else:
-            step, steps_end = bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
+        step, steps_end = own_step(bounds, cores)
 
         def field(number: int, item: Array) -> Array:
             return items[number * len(work.seq) + item]
@@ -439,7 +436,7 @@ def attend(
     blocks = jnp.where(end > first, -(-end // block_pages) - first // block_pages, int(shape.turn > 0))
     items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
     counts = blocks.reshape(-1, tiles).max(1)
-    bounds = _share(counts, work.query_block, work.steps, cores)
+    bounds = share(counts, work.query_block, work.steps, cores)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
     scalars = (
         items,
@@ -455,11 +452,7 @@ def attend(
 
     def per_step(last: int, idle: int) -> pl.BlockSpec:
         def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
-            if cores == 1:
-                return query_block[i], 0, 0, 0
-            first, end = bounds[core], bounds[core + 1]
-            block = query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))]
-            return jnp.where(first < end, block, idle), 0, 0, 0
+            return own_block(core, i, bounds, query_block, cores, idle), 0, 0, 0
 
         return pl.BlockSpec((tiles, kv_heads, rows, last), index)
 
@@ -514,7 +507,7 @@ def attend(
     )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
 
 
-def _share(
+def share(
     counts: Int32[Array, "steps"], query_block: Int32[Array, "steps"], steps: Int32[Array, ""], cores: int
 ) -> Int32[Array, "cores_plus_1"]:
     """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block."""
@@ -524,6 +517,26 @@ def _share(
     ascending = jnp.where(is_step, query_block, len(counts))
     cuts = jnp.searchsorted(ascending, ascending[cuts])
     return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
+
+
+def own_step(bounds: Any, cores: int) -> tuple[Array, Array | int]:
+    """In a kernel whose grid is [cores, steps]: the step, and where the steps of this core end."""
+    if cores == 1:
+        return pl.program_id(1), pl.num_programs(1)
+    return bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
+
+
+def own_block(core: Array, i: Array, bounds: Any, query_block: Any, cores: int, idle: int) -> Array:
+    """The rows of queries and output of a core's `i`-th step, its last if there are fewer; `idle` if there are none."""
+    if cores == 1:
+        return query_block[i]
+    first, end = bounds[core], bounds[core + 1]
+    return jnp.where(first < end, query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))], idle)
+
+
+def cores_per_device() -> int:
+    """Cores over which a device's parallel grid axes are dealt: two on v5p, one elsewhere."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
 
 
 def entries(
