@@ -11,8 +11,8 @@ rows are keys and values, and both matmuls read them as they lie: `load` takes t
 gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
 
 Loop. A step walks over the blocks of its longest tile: a turn of the online softmax (arXiv:1805.02867) each, whose
-running maximum and sum lie in VMEM scratch, as does the output. Logits are in units of log 2 there, which saves a
-multiplication per exponential.
+running maximum and sum lie in VMEM scratch, as do the output and what is kept from stage to stage. Logits are in units of
+log 2 there, which saves a multiplication per exponential.
 
 What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
 a NaN, and neither does a 0 in the RoPE parts of queries.
@@ -104,13 +104,15 @@ def attend(
     part_rows = rows // shape.parts
     half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
+    lanes = LANES if half % LANES == 0 else half
     value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
         items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any,
-        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, buffer: Any, *scratch: Any,
+        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, kept_logits: Any,
+        kept_weights: Any, buffer: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step, end = own_step(bounds, cores)
@@ -153,17 +155,30 @@ def attend(
                     logits.append(jnp.where(key[h : h + 1] <= last, x, MASKED))
                 return logits
 
-            weights = []
-            for chain, logits in [(chain, find_logits(*chain)) for chain in chains]:
+            nothing = jnp.minimum(number, 0) * 16
+
+            def reload(refs: Any) -> list[Array]:
+                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
+                return [ref[pl.ds(pl.multiple_of(nothing, 16), part_rows)] for ref in refs]
+
+            highest = []
+            for chain, kept in zip(chains, kept_logits, strict=True):
+                for ref, x in zip(kept, logits := find_logits(*chain), strict=True):
+                    ref[...] = x
+                x = jnp.maximum(*logits)
+                highest.append(functools.reduce(jnp.maximum, [x[:, i : i + lanes] for i in range(0, half, lanes)]))
+            for i, chain in enumerate(chains):
                 old = top[chain]
-                new = jnp.maximum(old, jnp.maximum(*logits).max(1, keepdims=True))
+                new = jnp.maximum(old, highest[i].max(1, keepdims=True))
                 fade = jnp.exp2(old - new)
-                w = [jnp.exp2(x - _repeat(new, half)) for x in logits]
-                weights.append([x.astype(dtype) for x in w])
+                w = [jnp.exp2(x - _repeat(new, half)) for x in reload(kept_logits[i])]
+                for ref, x in zip(kept_weights[i], w, strict=True):
+                    ref[...] = x.astype(dtype)
                 top[chain] = new
                 total[chain] = total[chain] * fade + _by_lane(w[0] + w[1])
                 acc[chain] = acc[chain] * _repeat(fade, rank)
-            for (tile, part), w in zip(chains, weights, strict=True):
+            for (tile, part), kept in zip(chains, kept_weights, strict=True):
+                w = reload(kept)
                 for c in range(0, rank, value_columns):
                     y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
@@ -227,6 +242,8 @@ def attend(
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
+                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * (tiles * shape.parts),
+                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * (tiles * shape.parts),
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
