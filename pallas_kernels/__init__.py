@@ -6,6 +6,7 @@ from paxserve.pallas_kernels.api import (
     mla_paged_attention,
     paged_attention,
     supported,
+    write_latent_pages,
     write_pages,
 )
 from paxserve.pallas_kernels.check_batch import check_batch
@@ -20,8 +21,8 @@ from paxserve.pallas_kernels.layout import (
     pairs_latents,
     stacks_kv,
     storage_dtype,
-    write_latent_pages,
 )
+from paxserve.pallas_kernels.target import target
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "stacks_kv",
     "storage_dtype",
     "supported",
+    "target",
     "write_latent_pages",
     "write_pages",
 ]

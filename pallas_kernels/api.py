@@ -212,9 +212,36 @@ def write_pages(
     """
     kv_heads, head_dim = k.shape[1:]
     sizes = GQASizes(kv_heads, kv_heads, head_dim, page_size_of(kv_pages, head_dim))
-    chosen = choose_implementation(implementation, target(), kv_pages.dtype, sizes=sizes)
-    module = _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout")
+    module = _writer(implementation, kv_pages.dtype, sizes)
     return module.write_pages(kv_pages, k, v, token_pages, token_offsets, k_scale=k_scale, v_scale=v_scale)
+
+
+def write_latent_pages(
+    latent_pages: Num[Array, "pages *slots width"],
+    latent: Float[Array, "tokens kv_lora_rank"],
+    k_rope: Float[Array, "tokens qk_rope_head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    *,
+    k_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> Num[Array, "pages *slots width"]:
+    """Writes each token's latent and rotated key to slot `token_offsets[t]` of page `token_pages[t]`, as `write_pages`.
+
+    Quantised pages hold both divided by `k_scale`, saturated. `implementation`, what may be asked and what is raised are as in
+    `write_pages`.
+    """
+    sizes = MLASizes(
+        1, latent.shape[1], k_rope.shape[1], latent_page_size(latent_pages, latent.shape[1] + k_rope.shape[1])
+    )
+    module = _writer(implementation, latent_pages.dtype, sizes)
+    return module.write_latent_pages(latent_pages, latent, k_rope, token_pages, token_offsets, k_scale=k_scale)
+
+
+def _writer(implementation: str | None, dtype: jax.typing.DTypeLike, sizes: Sizes) -> Any:
+    """The module that writes pages of a dtype."""
+    chosen = choose_implementation(implementation, target(), dtype, sizes=sizes)
+    return _module("mosaic_tpu_write" if chosen == "mosaic_tpu" else "layout")
 
 
 def choose_implementation(

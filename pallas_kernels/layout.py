@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 Scale = float | Float[Array, ""]
 
@@ -240,6 +240,34 @@ def write_pages(
     return _write_rows(kv_pages, heads[..., None] + own_slots[:, None], kv)
 
 
+def latent_values(
+    latent_pages: Num[Array, "pages *slots width"],
+    latent: Float[Array, "tokens kv_lora_rank"],
+    k_rope: Float[Array, "tokens qk_rope_head_dim"],
+    token_pages: Int[Array, "tokens"],
+    token_offsets: Int[Array, "tokens"],
+    k_scale: Scale | None,
+) -> Num[Array, "tokens width"]:
+    """What `write_latent_pages` writes of each token, as the pages hold it: of a row of paired pages both halves.
+
+    Raises ValueError if the shapes disagree or if int8 pages come without a scale.
+    """
+    tokens, rank = latent.shape
+    if k_rope.shape[0] != tokens:
+        raise ValueError(f"latent {latent.shape} and k_rope {k_rope.shape} must be of the same tokens")
+    latent_page_size(latent_pages, rank + k_rope.shape[1])
+    _check_places(tokens, token_pages, token_offsets)
+    if latent_pages.dtype == jnp.int8 and k_scale is None:
+        raise ValueError("int8 pages need k_scale")
+    times = 1 if latent_pages.ndim == 3 else 2
+    return _store(jnp.concatenate([latent] * times + [k_rope] * times, axis=-1), k_scale, latent_pages.dtype)
+
+
+def is_second(column: Int[Array, "..."], kv_lora_rank: int, width: int) -> Bool[Array, "..."]:
+    """Whether a column of a row of paired pages belongs to the second of its tokens."""
+    return ((column >= kv_lora_rank) & (column < 2 * kv_lora_rank)) | (column >= width // 2 + kv_lora_rank)
+
+
 def write_latent_pages(
     latent_pages: Num[Array, "pages *slots width"],
     latent: Float[Array, "tokens kv_lora_rank"],
@@ -247,30 +275,17 @@ def write_latent_pages(
     token_pages: Int[Array, "tokens"],
     token_offsets: Int[Array, "tokens"],
     *,
-    k_scale: Scale | None = None,
+    k_scale: Scale | None,
 ) -> Num[Array, "pages *slots width"]:
-    """Writes each token's latent and rotated key to slot `token_offsets[t]` of page `token_pages[t]`, as `write_pages`.
-
-    Quantised pages hold both divided by `k_scale`, saturated. Raises ValueError if the shapes disagree or if int8 pages
-    come without a scale.
-    """
-    tokens, rank = latent.shape
-    if k_rope.shape[0] != tokens:
-        raise ValueError(f"latent {latent.shape} and k_rope {k_rope.shape} must be of the same tokens")
-    page_size = latent_page_size(latent_pages, rank + k_rope.shape[1])
-    _check_places(tokens, token_pages, token_offsets)
-    if latent_pages.dtype == jnp.int8 and k_scale is None:
-        raise ValueError("int8 pages need k_scale")
-    row = _store(jnp.concatenate([latent, k_rope], axis=-1), k_scale, latent_pages.dtype)
+    """See `paxserve.pallas_kernels.write_latent_pages`: a scatter, which XLA does in place."""
+    new = latent_values(latent_pages, latent, k_rope, token_pages, token_offsets, k_scale)
+    width = new.shape[1]
     if latent_pages.ndim == 3:
-        return _write_rows(latent_pages, token_pages * page_size + token_offsets, row)
+        return _write_rows(latent_pages, token_pages * latent_pages.shape[1] + token_offsets, new)
     # One half of the rows after the other: a token of each half may share a row, and only whole rows are written in place.
-    width = latent_pages.shape[-1]
-    twice = jnp.broadcast_to(row[:, None], (tokens, 2 * PAIR_ROWS, width // 2))
-    new = pair(twice, rank)[:, 0, 0]  # [tokens, width]
-    half_of_column = pair(jnp.arange(2).repeat(PAIR_ROWS)[:, None].repeat(width // 2, axis=1), rank)[0, 0]  # [width]
     group, half, place = token_offsets // (2 * PAIR_ROWS), token_offsets // PAIR_ROWS % 2, token_offsets % PAIR_ROWS
-    rows = token_pages * (page_size // 2) + group * PAIR_ROWS + place
+    rows = (token_pages * latent_pages.shape[1] + group) * PAIR_ROWS + place
+    half_of_column = is_second(jnp.arange(width), latent.shape[1], width)
     for written in range(2):
         old = latent_pages.reshape(-1, width)[rows]
         own = jnp.where(half == written, rows, latent_pages.size // width)  # else past the last: dropped

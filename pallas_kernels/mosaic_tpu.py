@@ -23,7 +23,15 @@ from jax.sharding import AbstractDevice
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
-from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, Work, attend, entries
+from paxserve.pallas_kernels.mosaic_tpu_kernel import (
+    LANES,
+    TABLE_ROW,
+    Shape,
+    Work,
+    attend,
+    cores_per_device,
+    entries,
+)
 from paxserve.pallas_kernels.mosaic_tpu_mla import mla_paged_attention
 from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
@@ -121,11 +129,6 @@ def paged_attention(
     out, lse = out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
     out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
     return out.astype(q.dtype), lse
-
-
-def cores_per_device() -> int:
-    """Cores over which a device's parallel grid axes are dealt: two on v5p, one elsewhere."""
-    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
 
 
 @dataclass(frozen=True)

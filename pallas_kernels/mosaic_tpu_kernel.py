@@ -11,9 +11,10 @@ window's) to its last: as many as its longest tile has. Running maximum, sum and
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
 
 Pipeline. The chain of a tile of many rows is long enough to keep all units busy, but only one after the other. It is cut
-into three stages, logits - weights - output, with VMEM buffers between them, and the work into *units*, one KV head's
-`keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before; that
-goes on across blocks, so that a block is in use until the next one's first units are through. A turn is `turn` units.
+into three stages, logits and maxima - weights - output, with VMEM buffers between them, and the work into *units*, one KV
+head's `keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before;
+that goes on across blocks, so that a block is in use until the next one's first two units are begun. A turn is `turn` units.
+Buffers are cut into parts of a few rows, each an array of its own: a part is waited for, not all of a unit.
 
 Dealt pages. If only every `stride`-th page of a sequence is in its block table, positions are counted from the first of
 them: entry `i` holds the keys from `i * stride * page_size` on. A tile may see none of them, its row's sums are then 0.
@@ -43,7 +44,7 @@ ISSUE = 8  # page copies started per turn of a loop
 MASKED = -1e30  # a hidden logit
 LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
 TINY = 1e-30
-PIPELINE_ROWS = 32  # that a stage of the pipeline computes at a time
+PIPELINE_ROWS = 32  # of a part of the buffers between the stages of the pipeline
 VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
 LANES = 128
 LOG2_E = 1.4426950408889634
@@ -129,6 +130,8 @@ def attend(
     pieces = block_pages * page_size // shape.keys
     piece_pages = block_pages // pieces
     blocks_per_refill = TABLE_ROW // block_pages
+    parts = [slice(start, min(start + PIPELINE_ROWS, rows)) for start in range(0, rows, PIPELINE_ROWS)]
+    key_lanes = LANES if shape.keys % LANES == 0 else shape.keys
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
@@ -138,10 +141,7 @@ def attend(
         full: Any, ids_sem: Any, kv_sem: Any, *stages: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
-        if cores == 1:
-            step, steps_end = pl.program_id(1), pl.num_programs(1)
-        else:
-            step, steps_end = bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
+        step, steps_end = own_step(bounds, cores)
 
         def field(number: int, item: Array) -> Array:
             return items[number * len(work.seq) + item]
@@ -314,28 +314,40 @@ def attend(
 
         def run_pipeline() -> None:
             """All of a step's blocks, by units of one KV head's piece: three of them at a time, each at its stage."""
-            logits, weights, bias, is_biased = stages[0:2], stages[2:4], stages[4], stages[5]
+            bias, is_biased, logits, highest, weights, fades = stages
             units = kv_heads * pieces
+            nothing = jnp.minimum(counts[step], 0) * 16
+
+            def reload(ref: Any) -> Array:
+                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
+                return ref[pl.ds(pl.multiple_of(nothing, 16), ref.shape[0])]
 
             def first_stage(slot: Array, unit: Array | int, buffer: int) -> None:
-                logits[buffer][...] = find_logits(slot, 0, unit // pieces, unit % pieces)
+                all_logits = find_logits(slot, 0, unit // pieces, unit % pieces)
+                for i, part in enumerate(parts):
+                    x = all_logits[part] + bias[unit % pieces, part]
+                    logits[buffer][i][...] = x
+                    tiles_of_lanes = [x[:, k : k + key_lanes] for k in range(0, shape.keys, key_lanes)]
+                    highest[buffer][i][...] = functools.reduce(jnp.maximum, tiles_of_lanes)
 
             def second_stage(unit: Array | int, buffer: int) -> None:
                 h = unit // pieces
-                for start in range(0, rows, PIPELINE_ROWS):
-                    part = pl.ds(start, min(PIPELINE_ROWS, rows - start))
-                    x = logits[buffer][part] + bias[unit % pieces, part]
+                for i, part in enumerate(parts):
                     old = top[0, h, part]
-                    new = jnp.maximum(old, x.max(1, keepdims=True))
+                    new = jnp.maximum(old, reload(highest[buffer][i]).max(1, keepdims=True))
                     fade = jnp.exp2((old - new) * unit_log2)
-                    w = jnp.exp2((x - _repeat(new, shape.keys)) * unit_log2)
-                    weights[buffer][part] = w.astype(dtype)
+                    w = jnp.exp2((reload(logits[buffer][i]) - _repeat(new, shape.keys)) * unit_log2)
+                    weights[buffer][i][...] = w.astype(dtype)
+                    fades[buffer][i][...] = fade
                     top[0, h, part] = new
                     total[0, h, part] = total[0, h, part] * fade + by_lane(w)
-                    acc[0, h, part] = acc[0, h, part] * _repeat(fade, value_dim)
 
             def third_stage(slot: Array, unit: Array | int, buffer: int) -> None:
-                acc[0, unit // pieces] += find_products(weights[buffer][...], slot, 0, unit // pieces, unit % pieces)
+                h = unit // pieces
+                w = jnp.concatenate([reload(ref) for ref in weights[buffer]])
+                y = find_products(w, slot, 0, h, unit % pieces)
+                for i, part in enumerate(parts):
+                    acc[0, h, part] = acc[0, h, part] * _repeat(reload(fades[buffer][i]), value_dim) + y[part]
 
             def hide(number: Array) -> None:
                 """Fill the bias with MASKED where a block's keys are not visible, if there are such keys."""
@@ -350,33 +362,36 @@ def attend(
                     for piece in range(pieces):
                         bias[piece] = jnp.where(is_visible(number, 0, piece), 0.0, MASKED)
 
-            def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            def turn(_turn: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 slot_before, unit_before, number, slot, unit = carry
-                is_last = unit + shape.turn == units
-                slot_after = jnp.where(is_last, next_slot(slot), slot)
-                unit_after = jnp.where(is_last, 0, unit + shape.turn)
-                pl.when(unit == 0)(lambda: hide(number))
-                pl.when(is_last & (number + 1 < counts[step]))(lambda: enter(number + 1, slot_after))
-                for i in range(shape.turn):
-                    if i == 0:
-                        third_stage(slot_before, unit_before, 1)
-                    else:
-                        third_stage(slot, unit + i - 1, (i - 1) % 2)
-                    second_stage(unit + i, i % 2)
-                    if i + 1 < shape.turn:
-                        first_stage(slot, unit + i + 1, (i + 1) % 2)
-                    else:
-                        first_stage(slot_after, unit_after, 0)
-                number = jnp.where(is_last, number + 1, number)
-                return slot, unit + shape.turn - 1, number, slot_after, unit_after
 
-            zero, slot = jnp.int32(0), cursor[3]
+                @pl.when(unit == 0)
+                def _() -> None:
+                    enter(number, slot)
+                    hide(number)
+
+                for i in range(shape.turn):
+                    if i < 2:
+                        third_stage(slot_before, unit_before + i - 1, i)
+                    else:
+                        third_stage(slot, unit + i - 2, i % 2)
+                    second_stage(unit + i - 1 if i else unit_before, (i + 1) % 2)
+                    first_stage(slot, unit + i, i % 2)
+                last = unit + shape.turn - 1
+                is_last = last + 1 == units
+                next_block = jnp.where(is_last, number + 1, number), jnp.where(is_last, next_slot(slot), slot)
+                return slot, last, *next_block, jnp.where(is_last, 0, last + 1)
+
+            # Before the first unit there are two that add nothing.
+            neutral = (logits[1], MASKED), (highest[1], MASKED), (weights[0], 0), (fades[0], 1)
+            for ref, value in ((ref, value) for refs, value in neutral for ref in refs):
+                ref[...] = jnp.full_like(ref, value)
             is_biased[0] = 1
-            enter(zero, slot)
-            first_stage(slot, 0, 0)
-            weights[1][...] = jnp.zeros_like(weights[1])
-            carry = slot, zero, zero, slot, zero
+            zero, slot = jnp.int32(0), cursor[3]
+            carry = slot, jnp.int32(1), zero, slot, zero
             slot, unit, _, cursor[3], _ = lax.fori_loop(0, counts[step] * (units // shape.turn), turn, carry)
+            third_stage(slot, unit - 1, 0)
+            second_stage(unit, 1)
             third_stage(slot, unit, 1)
 
         @pl.when(pl.program_id(1) == 0)
@@ -421,7 +436,7 @@ def attend(
     blocks = jnp.where(end > first, -(-end // block_pages) - first // block_pages, int(shape.turn > 0))
     items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
     counts = blocks.reshape(-1, tiles).max(1)
-    bounds = _share(counts, work.query_block, work.steps, cores)
+    bounds = share(counts, work.query_block, work.steps, cores)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
     scalars = (
         items,
@@ -437,19 +452,21 @@ def attend(
 
     def per_step(last: int, idle: int) -> pl.BlockSpec:
         def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
-            if cores == 1:
-                return query_block[i], 0, 0, 0
-            first, end = bounds[core], bounds[core + 1]
-            block = query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))]
-            return jnp.where(first < end, block, idle), 0, 0, 0
+            return own_block(core, i, bounds, query_block, cores, idle), 0, 0, 0
 
         return pl.BlockSpec((tiles, kv_heads, rows, last), index)
 
+    def in_parts(width: int, dtype: Any = jnp.float32) -> list[Any]:
+        """A stage's two buffers, of the parts of the rows."""
+        return [[pltpu.VMEM((part.stop - part.start, width), dtype) for part in parts]] * 2
+
     buffers = [
-        *[pltpu.VMEM((rows, shape.keys), jnp.float32)] * 2,
-        *[pltpu.VMEM((rows, shape.keys), dtype)] * 2,
         pltpu.VMEM((pieces, rows, shape.keys), jnp.float32),
         pltpu.SMEM((1,), jnp.int32),
+        in_parts(shape.keys),
+        in_parts(key_lanes),
+        in_parts(shape.keys, dtype),
+        in_parts(LANES),
     ]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -490,7 +507,7 @@ def attend(
     )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
 
 
-def _share(
+def share(
     counts: Int32[Array, "steps"], query_block: Int32[Array, "steps"], steps: Int32[Array, ""], cores: int
 ) -> Int32[Array, "cores_plus_1"]:
     """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block."""
@@ -500,6 +517,26 @@ def _share(
     ascending = jnp.where(is_step, query_block, len(counts))
     cuts = jnp.searchsorted(ascending, ascending[cuts])
     return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
+
+
+def own_step(bounds: Any, cores: int) -> tuple[Array, Array | int]:
+    """In a kernel whose grid is [cores, steps]: the step, and where the steps of this core end."""
+    if cores == 1:
+        return pl.program_id(1), pl.num_programs(1)
+    return bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
+
+
+def own_block(core: Array, i: Array, bounds: Any, query_block: Any, cores: int, idle: int) -> Array:
+    """The rows of queries and output of a core's `i`-th step, its last if there are fewer; `idle` if there are none."""
+    if cores == 1:
+        return query_block[i]
+    first, end = bounds[core], bounds[core + 1]
+    return jnp.where(first < end, query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))], idle)
+
+
+def cores_per_device() -> int:
+    """Cores over which a device's parallel grid axes are dealt: two on v5p, one elsewhere."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
 
 
 def entries(

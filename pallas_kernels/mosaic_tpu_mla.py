@@ -1,10 +1,15 @@
 """Paged latent attention on TPU, in Pallas: arranges a ragged batch into the tiles that `mosaic_tpu_mla_kernel` computes.
 
 As for grouped-query attention (`mosaic_tpu`), sequences with one query token are tiles of their own, in descending order
-of context, and longer queries stay where they are, cut into blocks of about `QUERY_ROWS` rows: a tile is what one sequence
+of context, and longer queries stay where they are, cut into blocks of about `query_rows` rows: a tile is what one sequence
 has of one block. All heads read the same keys, so a tile's rows are all heads of its tokens.
+
+Block sizes are tuned (`tuning.py`). Of decodes: decodes that are computed side by side; decode_keys of a block of all of them.
+Of longer queries: query_rows of a tile, at least one token's; query_keys of a block; parts of a tile's rows that are
+computed side by side. Of both: slots, blocks in VMEM.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import Scale, keys_before, latent_page_size, load, pair
-from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW, Work
+from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW, Work, cores_per_device
 from paxserve.pallas_kernels.mosaic_tpu_mla_kernel import Shape, attend
-
-DECODES = 4  # that are computed side by side
-DECODE_KEYS = 2048  # of a block of all of them
-QUERY_ROWS = 512  # of a tile of longer queries, at least one token's
-QUERY_KEYS = 1024  # of a block of theirs
-QUERY_PARTS = 2  # of these rows, computed side by side
-SLOTS = 3  # blocks in VMEM
+from paxserve.pallas_kernels.target import target
+from paxserve.pallas_kernels.tuning import block_sizes
 
 Compute = Callable[[Shape, Array, Work], tuple[Array, Array]]
 """Of `Shape.rank` values per row and a log-sum-exp, from the rows of tiles, all as `attend` says."""
@@ -89,27 +89,37 @@ def mla_paged_attention(
             shape=shape,
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             soft_cap=soft_cap,
+            cores=cores_per_device(),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
-        return out, lse[..., 0]
+        return out[: len(rows)], lse[: len(rows), :, 0]
 
+    tuned = functools.partial(
+        block_sizes,
+        device_kind=target().device_kind,
+        heads=heads,
+        kv_lora_rank=rank,
+        page_size=page_size,
+        itemsize=latent_pages.dtype.itemsize,
+    )
     out, lse = jnp.zeros_like(q_latent), jnp.full((tokens, heads), -jnp.inf)
     if max_query_len != 1:
-        out, lse = _prefill(compute, q, rank, batch)
-    token, token_out, token_lse = _decode(compute, q, rank, batch)
+        out, lse = _prefill(compute, q, rank, batch, tuned("mosaic_tpu mla prefill"))
+    token, token_out, token_lse = _decode(compute, q, rank, batch, tuned("mosaic_tpu mla decode"))
     out, lse = out.at[token].set(token_out, mode="drop"), lse.at[token].set(token_lse, mode="drop")
     return (out if k_scale is None else (out * k_scale).astype(out.dtype)), lse
 
 
 def _decode(
-    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch
+    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch, sizes: dict[str, int]
 ) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads rank"], Float32[Array, "tiles heads"]]:
     """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
     tokens, heads, _ = q.shape
     seqs = len(batch.context_lens)
     rows = -(-heads // 8) * 8
-    tiles = min(DECODES, seqs)
-    shape = Shape(rank, rows, rows, tiles, 1, batch.block_pages(DECODE_KEYS // tiles), SLOTS, batch.page_stride)
+    tiles = min(sizes["decodes"], seqs)
+    block_pages = batch.block_pages(sizes["decode_keys"] // tiles)
+    shape = Shape(rank, rows, rows, tiles, 1, block_pages, sizes["slots"], batch.page_stride)
 
     context = jnp.where(jnp.diff(batch.query_starts) == 1, batch.context_lens, 0)
     keys = jnp.pad(batch.keys_before(context, jnp.arange(seqs)), (0, -seqs % tiles))
@@ -132,14 +142,16 @@ def _decode(
 
 
 def _prefill(
-    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch
+    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch, sizes: dict[str, int]
 ) -> tuple[Float[Array, "tokens heads rank"], Float32[Array, "tokens heads"]]:
     """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
     tokens, heads, query_dim = q.shape
-    unit = 16 * QUERY_PARTS // math.gcd(16 * QUERY_PARTS, heads)  # of tokens, so that parts begin at memory tiles
-    block = min(max(QUERY_ROWS // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
+    parts = sizes["parts"]
+    unit = 16 * parts // math.gcd(16 * parts, heads)  # of tokens, so that parts begin at memory tiles
+    block = min(max(sizes["query_rows"] // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
     blocks, rows = -(-tokens // block), block * heads
-    shape = Shape(rank, rows, heads, 1, QUERY_PARTS, batch.block_pages(QUERY_KEYS), SLOTS, batch.page_stride)
+    block_pages = batch.block_pages(sizes["query_keys"])
+    shape = Shape(rank, rows, heads, 1, parts, block_pages, sizes["slots"], batch.page_stride)
 
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     is_long = ends - starts > 1

@@ -3,7 +3,7 @@
 Grid. A *tile* is `rows` query rows of one sequence: the heads of a decode's only token, or those of a run of a prompt's
 tokens. A grid step computes `Shape.tiles` of them side by side, each over its own sequence, so that their chains
 matmul - maximum - exp - matmul overlap; a prompt's rows are cut into `Shape.parts` for the same end. Steps are as many as
-have work: the grid's size is a value of the batch.
+have work: the grid's size is a value of the batch. Two cores share them as in `mosaic_tpu_kernel`.
 
 Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `t` and `t + 8`, then their RoPE parts, in whole
 lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their use. The same
@@ -11,8 +11,8 @@ rows are keys and values, and both matmuls read them as they lie: `load` takes t
 gives the RoPE logits of both halves, as the queries' RoPE parts are beside zeros for the other half.
 
 Loop. A step walks over the blocks of its longest tile: a turn of the online softmax (arXiv:1805.02867) each, whose
-running maximum and sum lie in VMEM scratch, as does the output. Logits are in units of log 2 there, which saves a
-multiplication per exponential.
+running maximum and sum lie in VMEM scratch, as do the output and what is kept from stage to stage. Logits are in units of
+log 2 there, which saves a multiplication per exponential.
 
 What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
 a NaN, and neither does a 0 in the RoPE parts of queries.
@@ -30,7 +30,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED, VMEM_LIMIT, Work
+from paxserve.pallas_kernels.layout import is_second
+from paxserve.pallas_kernels.mosaic_tpu_kernel import (
+    LANES,
+    LOWEST,
+    MASKED,
+    VMEM_LIMIT,
+    Work,
+    own_block,
+    own_step,
+    share,
+)
 from paxserve.pallas_kernels.mosaic_tpu_stream import (
     END_ROW,
     FIRST_ROW,
@@ -77,13 +87,15 @@ def attend(
     shape: Shape,
     scale: Float[Array, ""],
     soft_cap: float | None,
+    cores: int = 1,
     interpret: Any = False,
-) -> tuple[Float[Array, "tiles rows rank"], Float32[Array, "tiles rows 128"]]:
+) -> tuple[Float[Array, "more_tiles rows rank"], Float32[Array, "more_tiles rows 128"]]:
     """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
 
     A row of `q` is a head's latent query and twice its RoPE part. `work.position` is counted from the first token of the
     page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
-    Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
+    Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes; with two cores, of some more
+    tiles.
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
@@ -92,25 +104,26 @@ def attend(
     part_rows = rows // shape.parts
     half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
+    lanes = LANES if half % LANES == 0 else half
     value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
-        items: Any, counts: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any, pages_ref: Any,
-        out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, buffer: Any, *scratch: Any,
+        items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any,
+        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, kept_logits: Any,
+        kept_weights: Any, buffer: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
-        step = pl.program_id(0)
-        sizes = tiles, page_size, block_pages, shape.slots
+        step, end = own_step(bounds, cores)
+        sizes = tiles, page_size, block_pages, shape.slots, end
         stream = Stream(*sizes, items, counts, tables, pages_ref, buffer, *scratch)
 
         def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
             """Zero a page but for its first `keys` keys."""
             group, row, column = (lax.broadcasted_iota(jnp.int32, (groups, group_rows, width), i) for i in range(3))
-            is_second = ((column >= rank) & (column < 2 * rank)) | (column >= width - rope)
             stored = buffer[slot, tile, page]
-            is_used = 2 * group_rows * group + row + jnp.where(is_second, group_rows, 0) < keys
+            is_used = 2 * group_rows * group + row + jnp.where(is_second(column, rank, width), group_rows, 0) < keys
             buffer[slot, tile, page] = jnp.where(is_used, stored, jnp.zeros_like(stored))
 
         def compute(number: Array, slot: Array) -> None:
@@ -142,79 +155,104 @@ def attend(
                     logits.append(jnp.where(key[h : h + 1] <= last, x, MASKED))
                 return logits
 
-            weights = []
-            for chain, logits in [(chain, find_logits(*chain)) for chain in chains]:
+            nothing = jnp.minimum(number, 0) * 16
+
+            def reload(refs: Any) -> list[Array]:
+                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
+                return [ref[pl.ds(pl.multiple_of(nothing, 16), part_rows)] for ref in refs]
+
+            highest = []
+            for chain, kept in zip(chains, kept_logits, strict=True):
+                for ref, x in zip(kept, logits := find_logits(*chain), strict=True):
+                    ref[...] = x
+                x = jnp.maximum(*logits)
+                highest.append(functools.reduce(jnp.maximum, [x[:, i : i + lanes] for i in range(0, half, lanes)]))
+            for i, chain in enumerate(chains):
                 old = top[chain]
-                new = jnp.maximum(old, jnp.maximum(*logits).max(1, keepdims=True))
+                new = jnp.maximum(old, highest[i].max(1, keepdims=True))
                 fade = jnp.exp2(old - new)
-                w = [jnp.exp2(x - _repeat(new, half)) for x in logits]
-                weights.append([x.astype(dtype) for x in w])
+                w = [jnp.exp2(x - _repeat(new, half)) for x in reload(kept_logits[i])]
+                for ref, x in zip(kept_weights[i], w, strict=True):
+                    ref[...] = x.astype(dtype)
                 top[chain] = new
                 total[chain] = total[chain] * fade + _by_lane(w[0] + w[1])
                 acc[chain] = acc[chain] * _repeat(fade, rank)
-            for (tile, part), w in zip(chains, weights, strict=True):
+            for (tile, part), kept in zip(chains, kept_weights, strict=True):
+                w = reload(kept)
                 for c in range(0, rank, value_columns):
                     y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
                     acc[tile, part, c : c + value_columns] += y
 
-        pl.when(step == 0)(stream.start)
-        top[...] = jnp.full_like(top, LOWEST)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
-        row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
-        for tile in range(tiles):
-            position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
+        def attend_step() -> None:
+            top[...] = jnp.full_like(top, LOWEST)
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
+            row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+            for tile in range(tiles):
+                position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
 
-        @pl.loop(0, counts[step])
-        def _(number: Array) -> None:
-            compute(number, stream.take(step, number, clear))
+            @pl.loop(0, counts[step])
+            def _(number: Array) -> None:
+                compute(number, stream.take(step, number, clear))
 
-        for tile in range(tiles):
-            item = step * tiles + tile
-            weight = total[tile].sum(1, keepdims=True)
-            y = acc[tile] / weight
-            log = (top[tile] + jnp.log2(weight)) * math.log(2)
-            if shape.heads < rows:  # the other rows are those of tiles before and after
-                row = row_number[:, :1]
-                is_own = (row >= stream.field(FIRST_ROW, item)) & (row < stream.field(END_ROW, item))
-                y = jnp.where(is_own, y, out[tile].astype(jnp.float32))
-                log = jnp.where(is_own, log, lse[tile])
-            out[tile], lse[tile] = y.astype(dtype), log
+            for tile in range(tiles):
+                item = step * tiles + tile
+                weight = total[tile].sum(1, keepdims=True)
+                y = acc[tile] / weight
+                log = (top[tile] + jnp.log2(weight)) * math.log(2)
+                if shape.heads < rows:  # the other rows are those of tiles before and after
+                    row = row_number[:, :1]
+                    is_own = (row >= stream.field(FIRST_ROW, item)) & (row < stream.field(END_ROW, item))
+                    y = jnp.where(is_own, y, out[tile].astype(jnp.float32))
+                    log = jnp.where(is_own, log, lse[tile])
+                out[tile], lse[tile] = y.astype(dtype), log
+
+        pl.when(pl.program_id(1) == 0)(lambda: stream.start(step))
+        pl.when(cores == 1 or step < end)(attend_step)
 
     items, counts = plan(work, tiles, page_size, block_pages)
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    scalars = items, counts, work.query_block, jnp.reshape(factor, 1)
+    bounds = share(counts, work.query_block, work.steps, cores)
+    scalars = items, counts, bounds, work.query_block, jnp.reshape(factor, 1)
     # Positions of a block's keys, from that of the first; those in second halves in the second row.
     keys = jnp.arange(block_pages)[:, None] * key_step + jnp.arange(page_size)
     keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
 
-    def per_step(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((tiles, rows, last), lambda i, _0, _1, query_block, *_: (query_block[i], 0, 0))
+    spare_tiles = tiles * (cores > 1)  # tiles that a core without steps writes
+    idle = len(q) // tiles * (cores > 1)
+
+    def per_step(last: int, idle: int) -> pl.BlockSpec:
+        def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
+            return own_block(core, i, bounds, query_block, cores, idle), 0, 0
+
+        return pl.BlockSpec((tiles, rows, last), index)
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(jnp.maximum(work.steps, 1),),
-            in_specs=[in_hbm, per_step(q.shape[2]), pl.BlockSpec((2, half), lambda i, *_: (0, 0)), in_hbm],
-            out_specs=[per_step(rank), per_step(LANES)],
+            grid=(cores, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
+            in_specs=[in_hbm, per_step(q.shape[2], 0), pl.BlockSpec((2, half), lambda *_: (0, 0)), in_hbm],
+            out_specs=[per_step(rank, idle), per_step(LANES, idle)],
             scratch_shapes=[
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
+                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * (tiles * shape.parts),
+                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * (tiles * shape.parts),
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:2], rank), dtype),
-            jax.ShapeDtypeStruct((*q.shape[:2], LANES), jnp.float32),
+            jax.ShapeDtypeStruct((len(q) + spare_tiles, rows, rank), dtype),
+            jax.ShapeDtypeStruct((len(q) + spare_tiles, rows, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
             disable_bounds_checks=True,
             disable_semaphore_checks=True,

@@ -30,14 +30,15 @@ SEQ, POSITION, FIRST_PAGE, END_PAGE, END_KEY, FIRST_ROW, END_ROW = range(7)
 class Stream:
     """The blocks of a kernel's tiles, and where they are kept. All but the sizes are references into the kernel's memory.
 
-    items, counts: what `plan` returns. tables: block tables, padded by `pad_tables`. The rest is scratch, as listed by
-    `scratch`.
+    end: of this core's steps. items, counts: what `plan` returns. tables: block tables, padded by `pad_tables`. The rest is
+    scratch, as listed by `scratch`.
     """
 
     tiles: int
     page_size: int
     block_pages: int
     slots: int
+    end: Array | int
     items: Any
     counts: Any
     tables: Any
@@ -57,10 +58,10 @@ class Stream:
     def first_block(self, item: Array) -> Array:
         return divide(self.field(FIRST_PAGE, item), self.block_pages)
 
-    def start(self) -> None:
-        """Begin to copy, in the grid's first step."""
+    def start(self, step: Array) -> None:
+        """Begin to copy, in a core's first step."""
         self.cursor[3] = 0
-        self._seek(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        self._seek(step, jnp.int32(0), jnp.int32(0))
         for _ in range(self.slots - 1):
             self._fetch()
 
@@ -103,7 +104,7 @@ class Stream:
         """Move the cursor to block `number` of step `at`."""
         self.cursor[0], self.cursor[1], self.cursor[2] = at, number, slot
 
-        @pl.when((at < pl.num_programs(0)) & self._refills(number))
+        @pl.when((at < self.end) & self._refills(number))
         def _() -> None:
             for tile in range(self.tiles):
                 self._ids_copy(at * self.tiles + tile, number, tile).start()
@@ -112,7 +113,7 @@ class Stream:
         """Start the copies of the block at the cursor, and move the cursor on."""
         at, number, slot = self.cursor[0], self.cursor[1], self.cursor[2]
 
-        @pl.when(at < pl.num_programs(0))
+        @pl.when(at < self.end)
         def _() -> None:
             pl.when(self._refills(number))(pltpu.make_async_copy(self.ids, self.ids, self.ids_sem).wait)
             is_full = [self._start_pages(at * self.tiles + tile, number, slot, tile) for tile in range(self.tiles)]

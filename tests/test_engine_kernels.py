@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from engine_models import write_checkpoint
 from test_mosaic_tpu import SMALL
+from test_mosaic_tpu_mla import SMALL as SMALL_MLA
 from test_paged_attention import needs_interpreter
 
 from paxserve import LLM, SamplingParams
-from paxserve.pallas_kernels import mosaic_tpu
+from paxserve.pallas_kernels import mosaic_tpu, mosaic_tpu_mla
 
 LLAMA: dict[str, Any] = {"name": "qwen2_some_windows"}
 # Sizes that the kernel for Hopper computes.
@@ -33,7 +34,8 @@ def generate(directory: Path, attention: str, dtype: str) -> list[list[int]]:
 def test_tokens_are_those_of_xla(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], attention: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda kernel, **_: SMALL[kernel])  # to be compiled in seconds
+    for module in (mosaic_tpu, mosaic_tpu_mla):  # to be compiled in seconds
+        monkeypatch.setattr(module, "block_sizes", lambda kernel, **_: (SMALL | SMALL_MLA)[kernel])
     if attention == "mosaic_gpu":
         needs_interpreter()
     write_checkpoint(tmp_path, **model)

@@ -20,10 +20,12 @@ from paxserve.pallas_kernels import (
     GQASizes,
     MLASizes,
     choose_implementation,
+    mla_pages_shape,
     mosaic_tpu,
     mosaic_tpu_write,
     paged_attention,
     storage_dtype,
+    write_latent_pages,
     write_pages,
 )
 
@@ -147,6 +149,25 @@ def test_written_stacked_pages() -> None:
     expected = write_pages(pages, k, v, *at, implementation="xla")
     write = jax.jit(write_pages, static_argnames="implementation")
     np.testing.assert_array_equal(write(pages, k, v, *at, implementation="mosaic_tpu"), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "paired"),
+    [(jnp.float32, True), (jnp.bfloat16, True), (jnp.int8, True), (jnp.float8_e4m3fn, True), (jnp.int8, False)],
+)
+def test_written_latent_pages(dtype: Any, paired: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of both halves of a row, of one alone, of two chunks; a page that is not there, padding on the null page."""
+    monkeypatch.setattr(mosaic_tpu_write, "CHUNK", 8)
+    token_pages = np.array([3] * 11 + [2, 5, 1, 0, 0])
+    token_offsets = np.array([*range(6, 17), 31, 0, 8, 0, 0])
+    rng = np.random.default_rng(0)
+    pages = jnp.asarray(rng.integers(-9, 10, mla_pages_shape(1, 5, 32, 20, paired=paired))).astype(storage_dtype(dtype))
+    latent, k_rope = (jnp.asarray(rng.integers(-9, 10, (16, size)), jnp.float32) for size in (12, 8))
+    scale = {"k_scale": 1.0} if dtype == jnp.int8 else {}
+    write = jax.jit(write_latent_pages, static_argnames="implementation")
+    written = write(pages, latent, k_rope, token_pages, token_offsets, implementation="mosaic_tpu", **scale)
+    expected = write(pages, latent, k_rope, token_pages, token_offsets, implementation="xla", **scale)
+    np.testing.assert_array_equal(np.asarray(written[1:], np.float32), np.asarray(expected[1:], np.float32))
 
 
 def test_a_sequence_that_overflowed_does_not_reach_its_neighbours() -> None:

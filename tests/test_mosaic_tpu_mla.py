@@ -26,12 +26,16 @@ CASES = {
     "as released, paired": Case((1, 3), (70, 40), heads=16, kv_heads=1, head_dim=576, latent_dim=512, paired=True),
 }
 
+SMALL = {
+    "mosaic_tpu mla decode": {"decodes": 2, "decode_keys": 64, "slots": 3},
+    "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "slots": 3},
+}
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     """Race detection, and blocks so small that a few tokens fill several."""
-    for name, size in {"DECODES": 2, "DECODE_KEYS": 64, "QUERY_ROWS": 48, "QUERY_KEYS": 32}.items():
-        monkeypatch.setattr(mosaic_tpu_mla, name, size)
+    monkeypatch.setattr(mosaic_tpu_mla, "block_sizes", lambda kernel, **_: SMALL[kernel])
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     races = interpret_pallas_call.races
@@ -49,6 +53,13 @@ def test_dealt_pages(stride: int, rank: int) -> None:
     """Rows that see no key of the pages that are here among rows that do."""
     dealt = Case((1, 1, 40, 1, 3), (70, 16, 45, 100, 20), **MLA).deal(stride, rank)
     assert_close(dealt.run("mosaic_tpu"), dealt.numpy(), atol=1e-5)
+
+
+def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_tpu_mla, "cores_per_device", lambda: 2)
+    case = Case((1, 20, 1, 7), (70, 33, 1, 9), padding=9, **MLA)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+        assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
 
 
 def test_bfloat16_with_every_free_slot_nan() -> None:

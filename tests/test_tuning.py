@@ -59,7 +59,9 @@ def test_first_of_equals(folder: Path) -> None:
 @pytest.mark.parametrize("kernel", tuning.KERNELS)
 @pytest.mark.parametrize("kind", [*tuning.DEVICE_KINDS, "cpu"])
 def test_what_is_in_the_package(kernel: str, kind: str) -> None:
-    assert tuning.block_sizes(kernel, kind, **SHAPE).keys() == set(tuning.KERNELS[kernel][1])
+    fields, sizes = tuning.KERNELS[kernel]
+    shape = {name: {"kv_lora_rank": 512, **SHAPE}[name] for name in fields}
+    assert tuning.block_sizes(kernel, kind, **shape).keys() == set(sizes)
 
 
 def test_wrong_questions(folder: Path) -> None:

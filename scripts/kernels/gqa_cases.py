@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from chips import TPUS
 from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
 from schedule import Kernel, numbers_in
 
-from paxserve.pallas_kernels.mosaic_tpu import paged_attention
+from paxserve.pallas_kernels import mosaic_tpu
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 from paxserve.pallas_kernels.tuning import GQA_SHAPE
 
@@ -38,6 +37,7 @@ class Case:
 
     kernel = "mosaic_tpu"
     prefix = "paged_attention"
+    module = mosaic_tpu
 
     def __str__(self) -> str:
         options = [f"window {self.window}"] * bool(self.window) + [f"soft cap {self.soft_cap}"] * bool(self.soft_cap)
@@ -74,7 +74,7 @@ class Case:
         has_scales = self.pages != self.dtype
 
         def attend(*arrays: jax.Array) -> Any:
-            return paged_attention(
+            return mosaic_tpu.paged_attention(
                 *arrays,
                 scale=self.head_dim**-0.5,
                 window=self.window,
@@ -95,18 +95,6 @@ class Case:
             ((seqs + 1,), "int32"),
         )
         return attend, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
-
-    def batch(self) -> list[jax.Array]:
-        """Arguments to run it with: full pages in disorder."""
-        rng = np.random.default_rng(0)
-        q, pages, tables, lens, starts = self.program()[1]
-        context = min(CONTEXT, self.max_pages * self.page_size)
-        return [
-            *(jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in (q, pages)),
-            jnp.asarray(rng.integers(1, pages.shape[0], tables.shape), tables.dtype),
-            jnp.full(lens.shape, context, lens.dtype),
-            jnp.arange(starts.shape[0], dtype=starts.dtype) * self.queries,
-        ]
 
     def figures(self, kernels: dict[str, Kernel], target: str) -> Figures:
         for name, kernel in kernels.items():

@@ -9,8 +9,7 @@ from chips import TPUS
 from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
 from schedule import Kernel, numbers_in
 
-from paxserve.pallas_kernels import mla_pages_shape
-from paxserve.pallas_kernels.mosaic_tpu import mla_paged_attention
+from paxserve.pallas_kernels import mla_pages_shape, mosaic_tpu_mla
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 
 
@@ -29,6 +28,7 @@ class MLACase:
 
     kernel = "mosaic_tpu"
     prefix = "mla_paged_attention"
+    module = mosaic_tpu_mla
 
     def __str__(self) -> str:
         tables = ["tables of 1 M tokens"] * (self.max_pages * self.page_size >= 2**20)
@@ -49,6 +49,16 @@ class MLACase:
         return self.is_decode and is_usual and self.heads <= 16 and target in ("v6e", "tpu7x")
 
     @property
+    def tuned(self) -> str:
+        """As what its block sizes are tuned."""
+        return "mosaic_tpu mla decode" if self.is_decode else "mosaic_tpu mla prefill"
+
+    @property
+    def tuned_shape(self) -> dict[str, int]:
+        itemsize = jnp.dtype(self.pages).itemsize
+        return {"heads": self.heads, "kv_lora_rank": self.rank, "page_size": self.page_size, "itemsize": itemsize}
+
+    @property
     def pages_shape(self) -> tuple[int, ...]:
         return mla_pages_shape(1, 4096, self.page_size, self.rank + self.rope, paired=True)
 
@@ -58,7 +68,7 @@ class MLACase:
         tokens = seqs * self.queries
 
         def attend(*arrays: jax.Array) -> Any:
-            return mla_paged_attention(
+            return mosaic_tpu_mla.mla_paged_attention(
                 *arrays,
                 scale=0.1,
                 soft_cap=None,
@@ -94,6 +104,7 @@ class MLACase:
         return {
             **decode_cycles(hot, copies, step.cost(0, 0), tiles, block_keys),
             **resources,
+            "cores": TPUS[target].cores,
             "bytes": stored_bytes(self.pages_shape[1:], self.pages) / self.page_size,
             "least_bytes": (self.rank + self.rope) * jnp.dtype(self.pages).itemsize,
         }

@@ -31,7 +31,7 @@ rate, if all copying hides behind computing; and the sum of both, if none does.
 together: those of the loop with the matrix products, those that issue copies of pages, and the whole kernel's. *Spills* are
 of registers, in that loop and in the whole kernel. *Bytes* are what is read per cached token, and the least it could be. *Time*
 is the batch's, its lower and upper bound; *of HBM* the least bytes' share of the memory's rate at the lower.
-A v5p has two cores; ours for grouped queries use both, the others one. The kernels beside ours are those of
+A v5p has two cores; ours use both, the others one. The kernels beside ours are those of
 {peers}, with the block sizes they choose; where one leaves the choice to its caller, blocks of 512 tokens.
 """
 PREFILL = """

@@ -2,7 +2,8 @@
 
 One process per chip: libtpu reads its flags when it is loaded. A case has a name, `str(case)`; `program()`, the function and
 the arguments to compile; `prefix`, with which its kernels' names begin; `figures(kernels, target)`; if it is ours
-`must_not_spill(target)`; and, if it writes in place, `donated`, the numbers of those arguments.
+`must_not_spill(target)`; if its block sizes are tuned `tuned`, `tuned_shape` and `module`, which looks them up; and, if it
+writes in place, `donated`, the numbers of those arguments.
 """
 
 import json
@@ -27,8 +28,6 @@ from figures import Figures
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from schedule import PASSES, read_kernels
-
-from paxserve.pallas_kernels import mosaic_tpu
 
 QUICK = (*gqa_cases.QUICK, *mla_cases.QUICK, *write_cases.QUICK)
 FULL = (*gqa_cases.FULL, *mla_cases.FULL, *write_cases.FULL)
@@ -76,6 +75,14 @@ def run(target: str, names: list[str], sizes: list[Sizes] | None = None) -> list
 RESULT = "result: "
 
 
+def block_sizes(case: Any, sizes: Sizes) -> Any:
+    """A context in which a case's kernel has these block sizes; the other that is compiled with it has those looked up."""
+    look_up = case.module.block_sizes
+    return patch.object(
+        case.module, "block_sizes", lambda kernel, **shape: sizes if kernel == case.tuned else look_up(kernel, **shape)
+    )
+
+
 def _work(target: str, dump: Path) -> None:
     """In a process with libtpu's flags set: compile, and print what came of each job."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target].topology).devices[0]
@@ -84,10 +91,9 @@ def _work(target: str, dump: Path) -> None:
     for name, sizes in json.load(sys.stdin):
         before = set(dump.iterdir())
         try:
-            with (
-                patch.object(mosaic_tpu, "block_sizes", lambda *_, sizes=sizes, **__: sizes) if sizes else nullcontext()
-            ):
-                result = _compile(CASES[name], target, mesh, placed, dump)
+            case = CASES[name]
+            with block_sizes(case, sizes) if sizes else nullcontext():
+                result = _compile(case, target, mesh, placed, dump)
         except Exception as error:
             result = f"{type(error).__name__}: {str(error).strip()[-400:]}"
         print(RESULT + json.dumps(result), flush=True)

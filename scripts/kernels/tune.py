@@ -12,15 +12,17 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import tpu
 from chips import TPUS
-from figures import Figures
+from figures import CONTEXT, Figures
 from gqa_cases import Case
+from mla_cases import MLACase
 
-from paxserve.pallas_kernels import mosaic_tpu, tuning
+from paxserve.pallas_kernels import tuning
 
 CANDIDATES = {
     "block_keys": (256, 512, 1024),
@@ -28,6 +30,9 @@ CANDIDATES = {
     "query_rows": (128, 256, 512),
     "query_keys": (256, 512, 1024),
     "turn": (2, 4, 8),
+    "decodes": (2, 4, 8),
+    "decode_keys": (1024, 2048, 4096),
+    "parts": (1, 2, 4),
     "slots": (2, 3, 4),
 }
 CASES = (
@@ -40,12 +45,16 @@ CASES = (
     Case(8, 4, queries=512),
     Case(9, 3, head_dim=64, queries=512),
     Case(8, 4, head_dim=256, queries=512),
+    MLACase(16),
+    MLACase(128),
+    MLACase(16, queries=512),
+    MLACase(128, queries=512),
 )
 GAIN = 0.99  # of the cost, at least, for which sizes are changed
 ROUNDS, CALLS = 7, 10
 
 Sizes = dict[str, int]
-Costs = Callable[[Case, list[Sizes]], list[float]]
+Costs = Callable[[Any, list[Sizes]], list[float]]
 """Of a case with each of several sizes: infinite if it does not compile, or spills where it must not."""
 
 
@@ -83,7 +92,7 @@ def tune(target: str, costs: Costs, names: list[str]) -> None:
     tuning.read(path)
 
 
-def improve(case: Case, sizes: Sizes, costs: Costs, names: list[str]) -> Sizes:
+def improve(case: Any, sizes: Sizes, costs: Costs, names: list[str]) -> Sizes:
     """Varies a size at a time until all have been varied around the same others."""
     (best,) = costs(case, [sizes])
     if best == float("inf"):
@@ -102,7 +111,7 @@ def improve(case: Case, sizes: Sizes, costs: Costs, names: list[str]) -> Sizes:
     return sizes
 
 
-def schedules(target: str, case: Case, options: list[Sizes]) -> list[float]:
+def schedules(target: str, case: Any, options: list[Sizes]) -> list[float]:
     """By the compiler's schedule: cycles per token of ragged contexts, or the inverse of a prefill's share of the peak."""
 
     def cost(found: Figures | str) -> float:
@@ -113,15 +122,15 @@ def schedules(target: str, case: Case, options: list[Sizes]) -> list[float]:
     return [cost(found) for found in tpu.run(target, [str(case)] * len(options), options)]
 
 
-def times(case: Case, options: list[Sizes]) -> list[float]:
+def times(case: Any, options: list[Sizes]) -> list[float]:
     """Median seconds on the device that is here."""
     return [_time(case, sizes) for sizes in options]
 
 
-def _time(case: Case, sizes: Sizes) -> float:
+def _time(case: Any, sizes: Sizes) -> float:
     function, _ = case.program()
-    args = case.batch()
-    with patch.object(mosaic_tpu, "block_sizes", lambda *_, **__: sizes):
+    args = _arguments(case)
+    with tpu.block_sizes(case, sizes):
         try:
             run = jax.jit(function).lower(*args).compile()
         except jax.errors.JaxRuntimeError:  # the sizes do not fit
@@ -133,6 +142,19 @@ def _time(case: Case, sizes: Sizes) -> float:
         jax.block_until_ready([run(*args) for _ in range(CALLS)])
         rounds.append(time.perf_counter() - start)
     return statistics.median(rounds) / CALLS
+
+
+def _arguments(case: Any) -> list[jax.Array]:
+    """To run a case with: full pages in disorder."""
+    rng = np.random.default_rng(0)
+    *values, tables, lens, starts = case.program()[1]
+    pages = values[-1].shape[0]
+    return [
+        *(jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in values),
+        jnp.asarray(rng.integers(1, pages, tables.shape), tables.dtype),
+        jnp.full(lens.shape, min(CONTEXT, case.max_pages * case.page_size), lens.dtype),
+        jnp.arange(starts.shape[0], dtype=starts.dtype) * case.queries,
+    ]
 
 
 if __name__ == "__main__":
