@@ -34,7 +34,6 @@ class Runner:
         pages = jnp.zeros(shape, storage_dtype(dtype))
         nan = jnp.nan if pages.dtype == dtype else 0x7FC0  # bfloat16 pages are stored by bit pattern on CPU
         self.pages = jnp.full_like(pages, nan)  # whatever is read before it is written shows
-        # Nearly all the time goes into compiling, so LLVM is told not to optimise.
         self.step = jax.jit(self._step)
 
     def _step(self, params, tokens, pages, batch):
