@@ -80,7 +80,7 @@ def test_four_processes_do_what_one_did(recorded, cache, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(": as recorded\n")
 
 
-@pytest.mark.parametrize(("processes", "victim"), [(3, 2), (2, 0)])
+@pytest.mark.parametrize(("processes", "victim"), [(4, 2), (2, 0)])
 def test_a_process_that_is_killed_ends_the_others(processes, victim, model, cache, tmp_path):
     """In the middle of a benchmark; the input log then reaches as far as the run."""
     log = tmp_path / "run.jsonl"
