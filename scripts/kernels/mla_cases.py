@@ -126,7 +126,6 @@ FULL = (
     MLACase(16, pages="int8"),
     MLACase(16, pages="float8_e4m3fn"),
     MLACase(16, dtype="float32", pages="float32"),
-    MLACase(6, rank=24, rope=8, page_size=16),
     MLACase(128, queries=512),
     MLACase(16, pages="int8", queries=512),
     MLACase(16, dtype="float32", pages="float32", queries=64),
