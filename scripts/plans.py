@@ -17,8 +17,18 @@ PLANS = (
     ("llama-3.1-70b", "v5p:2x2x1", 8192, []),
     ("llama-3.1-70b", "v6e:4x4", 8192, []),
     ("llama-3.1-405b", "v5p:4x4x4", 32768, []),
-    ("deepseek-v3", "v5p:4x4x4", 131072, ["--max-num-batched-tokens", "1024", "--weight-dtype", "bfloat16"]),
-    ("deepseek-v3", "v5p:4x4x4", 131072, ["--max-num-batched-tokens", "1024", "--weight-dtype", "fp8"]),
+    (
+        "deepseek-v3",
+        "v5p:4x4x4",
+        131072,
+        ["--max-num-seqs", "320", "--max-num-batched-tokens", "1024", "--weight-dtype", "bfloat16"],
+    ),
+    (
+        "deepseek-v3",
+        "v5p:4x4x4",
+        131072,
+        ["--max-num-seqs", "320", "--max-num-batched-tokens", "1024", "--weight-dtype", "fp8"],
+    ),
     ("llama-3.1-8b", "h100:1", 8192, []),
 )
 HEAD = """\

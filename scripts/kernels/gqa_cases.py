@@ -17,7 +17,7 @@ from paxserve.pallas_kernels import mosaic_tpu
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 from paxserve.pallas_kernels.tuning import GQA_SHAPE
 
-POOL = 2**20  # tokens that the pages hold: more than XLA would keep in VMEM
+POOL = 2**19  # tokens that the pages hold: more than XLA would keep in VMEM, yet of 32 heads no more than a v5e has
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,13 @@ def main() -> int:
             *_measure_tpus([target for target in targets if target in TPUS], options.quick, stored),
             *_measure_gpus([target for target in targets if target in GPUS], options.quick, stored),
         ]
-        if faults:
-            print("\n".join(f"FAULT: {fault}" for fault in faults), file=sys.stderr)
-            return 1
-        figures.write(stored)
+        figures.write(stored)  # whatever is wrong: the rest took long to measure
+    else:
+        faults = []
     PAGE.write_text("".join(_page(stored)))
-    return 0
+    for fault in faults:
+        print(f"FAULT: {fault}", file=sys.stderr)
+    return bool(faults)
 
 
 def _measure_tpus(targets: list[str], quick: bool, stored: dict[str, Any]) -> Iterator[str]:
@@ -86,9 +87,10 @@ def _measure_tpus(targets: list[str], quick: bool, stored: dict[str, Any]) -> It
         for target, found in zip(targets, results, strict=True):
             by_name = dict(zip(ours + others, found, strict=True))
             yield from (f"{target}, {name}: {result}" for name, result in by_name.items() if isinstance(result, str))
-            _put(stored, target, tpu.compilers(), {name: by_name[name] for name in ours}, whole=not quick)
+            good = {name: result for name, result in by_name.items() if not isinstance(result, str)}
+            _put(stored, target, tpu.compilers(), {n: good[n] for n in ours if n in good}, whole=not quick)
             if others:
-                stored["peers"][target] = {name: by_name[name] for name in others}
+                stored["peers"][target] = {name: good[name] for name in others if name in good}
     if targets and not quick:
         stored["peer_versions"] = {package: version(package) for package in ("jax", "tpu-inference")}
 
@@ -97,7 +99,7 @@ def _measure_gpus(targets: list[str], quick: bool, stored: dict[str, Any]) -> It
     for target in targets:
         rows = gpu.check(gpu.QUICK if quick else gpu.SHAPES)
         yield from (f"{target}, {row.name}: {row.fault}" for row in rows if row.fault)
-        _put(stored, target, gpu.compilers(), {row.name: row.figures() for row in rows}, whole=not quick)
+        _put(stored, target, gpu.compilers(), {row.name: row.figures() for row in rows if row.kernel}, whole=not quick)
 
 
 def _put(
