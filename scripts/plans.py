@@ -12,41 +12,40 @@ from paxserve.model_source import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "plans.md"
+LONG = ["--max-num-seqs", "320", "--max-num-batched-tokens", "1024"]
 PLANS = (
     ("llama-3.1-8b", "v5e:2x2", 8192, []),
     ("llama-3.1-70b", "v5p:2x2x1", 8192, []),
     ("llama-3.1-70b", "v6e:4x4", 8192, []),
+    ("llama-3.1-405b", "v5p:4x4x4", 8192, []),
     ("llama-3.1-405b", "v5p:4x4x4", 32768, []),
-    (
-        "deepseek-v3",
-        "v5p:4x4x4",
-        131072,
-        ["--max-num-seqs", "320", "--max-num-batched-tokens", "1024", "--weight-dtype", "bfloat16"],
-    ),
-    (
-        "deepseek-v3",
-        "v5p:4x4x4",
-        131072,
-        ["--max-num-seqs", "320", "--max-num-batched-tokens", "1024", "--weight-dtype", "fp8"],
-    ),
+    ("deepseek-v3", "v5p:4x4x4", 8192, ["--weight-dtype", "bfloat16"]),
+    ("deepseek-v3", "v5p:4x4x4", 131072, [*LONG, "--weight-dtype", "bfloat16"]),
+    ("deepseek-v3", "v5p:4x4x4", 131072, [*LONG, "--weight-dtype", "fp8"]),
     ("llama-3.1-8b", "h100:1", 8192, []),
 )
 HEAD = """\
 # Plans: models on hardware that was not there
 
-Written by `scripts/make_plans`, from `paxserve plan MODEL --topology T --context N --largest-only --json`. Each is the engine's
-own step, compiled by the device's own compiler from a description of it ({versions}).
+Written by `scripts/make_plans`, from `paxserve plan MODEL --topology T --context N --largest-only --json` with the options
+shown. Each is the engine's own step, compiled by the device's own compiler from a description of it ({versions}).
 The mesh is data x kv_head x kv_page, sizes are of one device, by the compiler's account. Bounds count published rates at full
 use and no latencies (`paxserve/chips.json` has rates and sources): a real step takes longer. *Compile* is how long the largest
-decode and the largest mixed step took on two cores.
+decode and the largest mixed step took on two cores; other work on them makes it longer.
+
+Temporaries do not grow with the pages, so they are below a layer's pages only where the pool is large. With the default
+options, 256 requests of 8,192 tokens fill little of the memory of 64 chips, and the temporaries of the largest mixed step are
+more than that: a little for llama-3.1-405b, much for deepseek-v3, whose 2,048 tokens have 128 heads' queries and outputs, 512
+wide, on every device. The plans for longer contexts, and for deepseek-v3 of 320 requests and 1,024 tokens a step, were chosen so
+that the pool is large enough for temporaries to be below a layer's pages.
 """
 MEMORY = """
-| model | on | mesh | weights | KV pages | temporaries | a layer's pages | code | left | KV tokens | requests |
-|---|---|---|---|---|---|---|---|---|---|---|
+| model | on | options | mesh | weights | KV pages | temporaries | a layer's pages | code | left | KV tokens | requests |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 SPEED = """
-| model | on | decode step | decode tok/s | prefill tok/s | collectives of a decode step | compile |
-|---|---|---|---|---|---|---|
+| model | on | options | decode step | decode tok/s | prefill tok/s | collectives of a decode step | compile |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -54,10 +53,14 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def cells(plan: dict[str, Any]) -> tuple[list[str], list[str]]:
+def shown(context: int, options: list[str]) -> str:
+    return " ".join(["--context", str(context), *options])
+
+
+def cells(plan: dict[str, Any], options: list[str]) -> tuple[list[str], list[str]]:
     """What a plan says of memory and of speed."""
     memory, mesh = plan["memory"], plan["mesh"]
-    where = [f"{plan['model']}, {plan['weights']}", plan["topology"]]
+    where = [f"{plan['model']}, {plan['weights']}", plan["topology"], shown(plan["context"], options)]
     if memory is None:
         return [*where, plan["verdict"]], where
     used = sum(memory[name] for name in ("weights", "kv_pages", "other_inputs", "temporaries", "code"))
@@ -92,7 +95,7 @@ def main() -> int:
             return done.returncode or 1
         plan = json.loads(done.stdout)
         plan["layers"] = resolve_model(model).config.num_layers
-        rows.append(cells(plan))
+        rows.append(cells(plan, options))
         print(f"{time.monotonic() - started:.0f} s", *rows[-1], flush=True)
     versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "libtpu", "jax-cuda13-plugin"))
     memory, speed = ("".join(f"| {' | '.join(row)} |\n" for row in part) for part in zip(*rows, strict=True))
