@@ -36,8 +36,8 @@ decode and the largest mixed step took on two cores; other work on them makes it
 Temporaries do not grow with the pages, so they are below a layer's pages only where the pool is large. With the default
 options, 256 requests of 8,192 tokens fill little of the memory of 64 chips, and the temporaries of the largest mixed step are
 more than that: a little for llama-3.1-405b, much for deepseek-v3, whose 2,048 tokens have 128 heads' queries and outputs, 512
-wide, on every device. The plans for longer contexts, and for deepseek-v3 of 320 requests and 1,024 tokens a step, were chosen so
-that the pool is large enough for temporaries to be below a layer's pages.
+wide, on every device. The plans for longer contexts, and for deepseek-v3 of 320 requests and 1,024 tokens a step, were chosen
+so that the pool is large enough for temporaries to be below a layer's pages.
 """
 MEMORY = """
 | model | on | options | mesh | weights | KV pages | temporaries | a layer's pages | code | left | KV tokens | requests |
