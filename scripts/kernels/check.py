@@ -35,9 +35,10 @@ def main() -> int:
         *_check_tpus([target for target in targets if target in TPUS], options.quick),
         *_check_gpus([target for target in targets if target in GPUS], options.quick),
     ]
-    if any(target in TPUS for target in targets):
-        print("\nthe whole step, compiled for TPUs", flush=True)
-        faults += _run_tests(["tests/test_plan_tpu.py"], os.environ | {"JAX_PLATFORMS": "cpu"})
+    steps = {"tests/test_plan_tpu.py": TPUS, "tests/test_plan_gpu.py": GPUS}
+    if wanted := [path for path, chips in steps.items() if any(target in chips for target in targets)]:
+        print("\nthe whole step", flush=True)
+        faults += _run_tests(wanted, os.environ | {"JAX_PLATFORMS": "cpu"})
     if not options.without_tests:
         tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_mosaic_*.py"))
         print(f"\nsimulated, with race detection: {' '.join(tests)}", flush=True)
