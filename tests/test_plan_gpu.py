@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_plan_for_a_gpu_compiles_its_own_attention(tmp_path, capsys) -> None:
+def test_plan_for_a_gpu_compiles_its_own_attention(tmp_path, capsys, optimized) -> None:
     fields = {"hidden": 256, "head_dim": 64, "torch_dtype": "bfloat16", "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(hf_config(**fields)))
     sizes = ["--page-size", "16", "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--context", "64"]

@@ -63,7 +63,7 @@ class Program:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def programs(request):
+def programs(request, optimized):
     """One case in two depths."""
     name, fields, mesh, depths = CASES[request.param]
     topology = request.param.split()[-1]
