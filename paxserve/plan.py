@@ -77,6 +77,7 @@ class Plan:
     """A model on a topology. `problem` says why it cannot run there; what could not be worked out then is None or empty.
 
     context: tokens of the requests that `requests` counts: those whose pages all fit at once, over all data groups.
+    running: how many of them a step advances, max_num_seqs of a data group at most.
     compile_seconds: by bucket. communication: of the decode step, by kind, how often and how many bytes each device sends.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     memory: Memory | None = None
     kv_tokens: int = 0
     requests: int = 0
+    running: int = 0
     compile_seconds: dict[str, float] | None = None
     communication: dict[str, tuple[int, float]] | None = None
     decode: Bound | None = None
@@ -131,18 +133,19 @@ def make_plan(
     decode = max(bucket for bucket in buckets if bucket.decode)
     prefill = max(bucket for bucket in buckets if not bucket.decode)
     sent = {bucket: collectives(compiled[bucket].as_text() or "") for bucket in (decode, prefill)}
-    kv_tokens = limits.pool_tokens * mesh.data
-    requests = min(kv_tokens // mesh.data // _in_pages(context, limits), limits.max_num_seqs) * mesh.data
+    requests = limits.pool_tokens // _in_pages(context, limits)  # of a data group
+    running = min(requests, limits.max_num_seqs)
     cost = _Cost(model, builder, mesh, topology.chip)
     return Plan(
         **known,
         limits=limits,
         memory=_memory(builder, limits, topology.chip, list(compiled.values())),
-        kv_tokens=kv_tokens,
-        requests=requests,
+        kv_tokens=limits.pool_tokens * mesh.data,
+        requests=requests * mesh.data,
+        running=running * mesh.data,
         compile_seconds={str(bucket): round(seconds[bucket], 1) for bucket in buckets},
         communication=_by_kind(sent[decode]),
-        decode=cost.bound(max(requests // mesh.data, 1), context, _sent(sent[decode])),
+        decode=cost.bound(max(running, 1), context, _sent(sent[decode])),
         prefill=cost.bound(prefill.tokens, 0, _sent(sent[prefill])),
     )
 

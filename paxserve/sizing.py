@@ -12,7 +12,7 @@ from paxserve.models.kv_shape import kv_shape
 from paxserve.sharding import MeshShape
 
 CPU_KV_CACHE_BYTES = 2**30
-"""Size of the KV pool on CPU unless the options say otherwise."""
+"""Size of the KV pool on CPU unless the options say otherwise, or all that max_num_seqs sequences can use if that is less."""
 
 
 MEMORY_FRACTION = 0.9
@@ -74,13 +74,12 @@ def size_limits(
         if config.kv_cache_bytes is not None:
             pool = config.kv_cache_bytes
         elif memory is None:
-            pool = CPU_KV_CACHE_BYTES
+            pool = min(CPU_KV_CACHE_BYTES, (max_num_seqs * limits.entries_per_seq + 1) * page)
         else:
             # The largest step's needs beside the pool do not depend on the pool's size: ask with the smallest one.
             usable_bytes = int(memory * (config.memory_fraction or MEMORY_FRACTION))
             pool = usable_bytes - step_bytes(limits) + limits.num_pages * page
-        usable = max_num_seqs * limits.entries_per_seq + 1
-        limits = replace(limits, num_pages=min(pool // page, usable))
+        limits = replace(limits, num_pages=pool // page)
     if limits.num_pages < 2:
         raise ValueError(
             f"the KV pool would have {limits.num_pages} pages of {config.page_size} tokens; it needs at least 2, as the "

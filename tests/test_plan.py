@@ -83,7 +83,8 @@ def test_plan_for_this_machine_is_what_its_engine_is(random_model, tight_llm, ca
     assert set(planned["compile_seconds"]) == set(facts["engine"]["buckets"])
     page = runner.kv_bytes // tight_llm.engine.limits.num_pages
     assert planned["memory"]["kv_pages"] == page * planned["limits"]["num_pages"]
-    assert planned["verdict"] == f"fits, with room for {planned['requests']:,} requests of 64 tokens at a time"
+    assert planned["requests"] == planned["running"] == 4
+    assert planned["verdict"] == "fits, with room for 4 requests of 64 tokens, of which 4 run at a time"
     assert planned["decode"] is None
 
 

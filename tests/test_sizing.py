@@ -13,10 +13,13 @@ MODEL = config_from_hf(hf_config())
 PAGE = bytes_per_page(MODEL, 32, "float32", MeshShape())
 
 
-def num_pages(memory_pages: int, step_pages: int, **options) -> int:
-    """Pages of the pool on a GPU whose memory and whose largest step are so many pages large; the step has 2 of them."""
+def num_pages(memory_pages: int | None, step_pages: int, **options) -> int:
+    """Pages of the pool on a GPU whose memory and whose largest step are so many pages large; the step has 2 of them.
+
+    None is a CPU.
+    """
     config = EngineConfig(model="any", **options)
-    memory = memory_pages * PAGE
+    memory = None if memory_pages is None else memory_pages * PAGE
     return size_limits(config, MODEL, "float32", MeshShape(), memory, lambda limits: step_pages * PAGE).num_pages
 
 
@@ -25,8 +28,15 @@ def test_pool_takes_what_the_largest_step_leaves():
     assert num_pages(1000, 102, memory_fraction=0.5) == 500 - 100
 
 
-def test_pool_is_no_larger_than_all_sequences_can_use():
-    assert num_pages(10**6, 102, max_num_seqs=4, max_model_len=64) == 4 * 2 + 1
+def test_pool_on_cpu_is_no_larger_than_all_sequences_can_use():
+    assert num_pages(None, 102, max_num_seqs=4, max_model_len=64) == 4 * 2 + 1
+    assert num_pages(10**6, 102, max_num_seqs=4, max_model_len=64) == 10**6 * 9 // 10 - 100
+
+
+@pytest.mark.parametrize("memory", [None, 1000])
+def test_a_size_that_is_given_is_the_pools(memory):
+    assert num_pages(memory, 102, max_num_seqs=4, max_model_len=64, kv_cache_bytes=50 * PAGE + 1) == 50
+    assert num_pages(memory, 102, max_num_seqs=4, max_model_len=64, num_pages=60) == 60
 
 
 def test_no_memory_left_is_an_error():

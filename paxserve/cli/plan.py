@@ -113,7 +113,7 @@ def verdict(plan: "Plan") -> str:
     assert plan.memory is not None
     if plan.memory.left < 0:
         return f"does not fit: {-plan.memory.left:,} bytes too many on each device"
-    return f"fits, with room for {plan.requests:,} requests of {plan.context:,} tokens at a time"
+    return f"fits, with room for {plan.requests:,} requests of {plan.context:,} tokens, of which {plan.running:,} run at a time"
 
 
 def _derived(plan: "Plan") -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _show(plan: "Plan") -> None:
             ("  left", size(memory.left)),
             ("KV pages", f"{limits.num_pages:,} of {limits.page_size} tokens on each device"),
             ("KV tokens", f"{plan.kv_tokens:,} in all"),
-            ("requests", f"{plan.requests:,} of {plan.context:,} tokens at a time"),
+            ("requests", f"{plan.requests:,} of {plan.context:,} tokens fit, {plan.running:,} run at a time"),
         ]
         rows[4] = ("memory", size(memory.device))
         for name, bound in (("decode", plan.decode), ("prefill", plan.prefill)):
@@ -173,17 +173,18 @@ def _rank(plans: Sequence["Plan"]) -> None:
     from paxserve.cli.figures import size
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("mesh", "weights", "KV tokens", "requests", "decode step", "decode tok/s", "prefill tok/s", "verdict"):
+    for name in ("mesh", "weights", "KV tokens", "requests", "running", "decode step", "decode tok/s", "prefill tok/s", "verdict"):
         table.add_column(name, no_wrap=name != "verdict")
     for plan in plans:
         if plan.memory is None:
-            table.add_row(str(plan.mesh), *[""] * 6, verdict(plan))
+            table.add_row(str(plan.mesh), *[""] * 7, verdict(plan))
             continue
         table.add_row(
             str(plan.mesh),
             size(plan.memory.weights),
             f"{plan.kv_tokens:,}",
             f"{plan.requests:,}",
+            f"{plan.running:,}",
             _ms(plan.decode.seconds) if plan.decode else "",
             f"{plan.decode.tokens_per_second:,.0f}" if plan.decode else "",
             f"{plan.prefill.tokens_per_second:,.0f}" if plan.prefill else "",
