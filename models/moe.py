@@ -118,33 +118,34 @@ def apply_experts(
     """
     is_here = (experts >= 0) & (experts < gate_up.shape[1])
     chosen = jnp.where(is_here, experts, gate_up.shape[1]).reshape(-1)  # [tokens * k]
-    order = jnp.argsort(chosen)
-    rows = x[order // experts.shape[1]]  # [tokens * k, embed], sorted by expert, the others' last
+    order = jnp.argsort(chosen)  # the others' last
     sizes = jnp.bincount(chosen, length=gate_up.shape[1]).astype(jnp.int32)
+    args = x, weights.reshape(-1)[order], order, sizes, layer, gate_up, down
     if isinstance(gate_up, BlockScaled):  # a ragged dot would want all experts dequantised
-        y = grouped_in_blocks(rows, sizes, layer, gate_up, down)
-    else:
-        y = jax.lax.platform_dependent(
-            rows, sizes, layer, gate_up, down, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged
-        )
-    y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, k, embed]
-    return jnp.sum(jnp.where(is_here[:, :, None], y * weights[:, :, None], 0), axis=1)
+        return grouped_in_blocks(*args)
+    return jax.lax.platform_dependent(*args, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged)
 
 
 def grouped_ragged(
-    rows: Float[Array, "rows embed"],
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens_k"],
+    order: Int[Array, "tokens_k"],
     sizes: Int[Array, "experts"],
     layer: Int[Array, ""] | int,
     gate_up: Float[Array, "layers experts 2 mlp embed"],
     down: Float[Array, "layers experts embed mlp"],
-) -> Float[Array, "rows embed"]:
-    """A layer's experts applied to their rows: the first sizes[0] are expert 0's, the next sizes[1] expert 1's, ...
+) -> Float[Array, "tokens embed"]:
+    """The sum of what a layer's experts make of their tokens, in float32.
 
-    Accumulated and returned in float32.
+    order: pairs of a token and an expert, sorted by expert, as token * k + choice. The first sizes[0] are expert 0's, the next
+    sizes[1] expert 1's, ...; those after the last expert's add nothing. weights: of the pairs in this order.
     """
     _, experts, _, width, embed = gate_up.shape
+    rows = x[order // (len(order) // len(x))]  # [tokens_k, embed]
     gates_ups = _ragged_dot(rows, gate_up[layer].reshape(experts, 2 * width, embed), sizes)
-    return _ragged_dot(swiglu(gates_ups.reshape(-1, 2, width)).astype(rows.dtype), down[layer], sizes)
+    y = _ragged_dot(swiglu(gates_ups.reshape(-1, 2, width)).astype(x.dtype), down[layer], sizes)
+    y = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], y * weights[:, None], 0)
+    return jnp.sum(y[jnp.argsort(order)].reshape(len(x), -1, embed), axis=1)
 
 
 def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
@@ -159,24 +160,28 @@ def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
 
 
 def grouped_in_blocks(
-    rows: Float[Array, "rows embed"],
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens_k"],
+    order: Int[Array, "tokens_k"],
     sizes: Int[Array, "experts"],
     layer: Int[Array, ""] | int,
     gate_up: Kernel,
     down: Kernel,
-) -> Float[Array, "rows embed"]:
-    """As `grouped_ragged`, by a loop over blocks of rows that have one expert; experts without rows cost nothing.
+) -> Float[Array, "tokens embed"]:
+    """As `grouped_ragged`, by a loop over blocks of pairs that have one expert; experts without tokens cost nothing.
 
     For XLA:CPU, where a ragged dot multiplies every row by every expert, and for TPU, where it copies all kernels to
-    have them in-major.
+    have them in-major. A device that has few of the experts touches its own pairs' rows alone.
     """
     # About an expert's share, for most experts to need one block. A block of 8 rows costs little more than one of 1.
-    block = min(max(8, 1 << (len(rows) // len(sizes)).bit_length()), 256)
+    block = min(max(8, 1 << (len(order) // len(sizes)).bit_length()), 256)
     blocks = -(-sizes // block)  # [experts]
     last = jnp.cumsum(blocks)  # [experts], the block after an expert's last
-    # Block b of expert e starts at row shift[e] + b * block.
-    shift = jnp.cumsum(sizes) - sizes - (last - blocks) * block
-    padded = jnp.pad(rows, ((0, block), (0, 0)))
+    ends = jnp.cumsum(sizes)  # [experts], the pair after an expert's last
+    # Block b of expert e starts at pair shift[e] + b * block.
+    shift = ends - sizes - (last - blocks) * block
+    tokens = jnp.pad(order // (len(order) // len(x)), (0, block))
+    weights = jnp.pad(weights, (0, block))
 
     def body(index: Array, out: Array) -> Array:
         # The barrier ties the kernels to the iteration: XLA:CPU slices bfloat16 by way of float32 and would convert all
@@ -184,9 +189,10 @@ def grouped_in_blocks(
         index, gate_ups, downs = jax.lax.optimization_barrier((index, gate_up, down))
         expert = jnp.searchsorted(last, index, side="right")
         start = shift[expert] + index * block
-        x = jax.lax.dynamic_slice_in_dim(padded, start, block)
-        y = project(swiglu(project(x, gate_ups[layer, expert])).astype(x.dtype), downs[layer, expert])
-        # An expert's last block may run into the next one's rows, which are written later.
-        return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
+        rows, weight = (jax.lax.dynamic_slice_in_dim(each, start, block) for each in (tokens, weights))
+        y = project(swiglu(project(x[rows], gate_ups[layer, expert])).astype(x.dtype), downs[layer, expert])
+        # What an expert's last block has of the next one's is dropped.
+        rows = jnp.where(start + jnp.arange(block) < ends[expert], rows, len(x) + jnp.arange(block))
+        return out.at[rows].add(y * weight[:, None], mode="drop", unique_indices=True)
 
-    return jax.lax.fori_loop(0, last[-1], body, jnp.zeros(padded.shape, jnp.float32))[: len(rows)]
+    return jax.lax.fori_loop(0, last[-1], body, jnp.zeros(x.shape, jnp.float32))

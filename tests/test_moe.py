@@ -66,7 +66,9 @@ def expert(x, e):
 def test_each_group_has_its_expert(grouped, sizes):
     rows = random(sum(sizes), EMBED)
     expected = np.concatenate([expert(part, e) for e, part in enumerate(np.split(rows, np.cumsum(sizes)[:-1]))])
-    found = jax.jit(grouped)(rows, jnp.array(sizes, jnp.int32), LAYER, GATE_UP, DOWN)
+    weights, order = random(len(rows), seed=2), np.random.default_rng(3).permutation(len(rows))
+    expected = (weights[:, None] * expected)[np.argsort(order)]
+    found = jax.jit(grouped)(rows[np.argsort(order)], weights, order, jnp.array(sizes, jnp.int32), LAYER, GATE_UP, DOWN)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
