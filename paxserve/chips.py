@@ -97,14 +97,15 @@ def _this_machine() -> Chip:
 
 
 def _quiet_libtpu() -> None:
-    """What libtpu asks of its surroundings when it is loaded where there is no TPU."""
-    for name, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+    """What libtpu asks of its surroundings where there is no TPU: among them that several processes may load it."""
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    for name, value in quiet.items():
         os.environ.setdefault(name, value)
 
 
 def _remedy(chip: Chip, error: Exception) -> str:
     said = str(error).strip().splitlines()[-1][:300]
-    if chip.platform == "tpu" and ("libtpu" in said.lower() or "not installed" in said):
+    if chip.platform == "tpu" and "not installed" in said:
         return f"its compiler, libtpu, is not installed (pip install 'paxserve[tpu]'): {said}"
     if chip.platform == "gpu":
         return f"its compiler is JAX's CUDA plugin with NVIDIA's nvcc (pip install 'paxserve[cuda]'): {said}"
