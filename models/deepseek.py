@@ -17,8 +17,13 @@ from paxserve.models.layers import Linear, RMSNorm
 from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
+from paxserve.models.token_chunks import in_chunks
 from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, pairs_latents, write_latent_pages
 from paxserve.sharding import axes_size, gather
+
+QUERY_ROWS = 2**16
+"""Tokens times query heads that attend at a time: their latent queries and outputs are several times what the rest of a step
+makes of a token."""
 
 LATENT_NORM_EPSILON = 1e-6  # whatever a model's rms_norm_eps is, in the released code and in transformers
 
@@ -36,7 +41,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, declare: Declare, config: ModelConfig) -> None:
         mla = config.mla
         assert mla is not None
-        self.mla = mla
+        self.mla, self.num_heads = mla, config.num_heads
         self.scale = config.head_dim**-0.5 * softmax_factor(config.rope)
         heads, embed, q_rank, rank = config.num_heads, config.hidden_size, mla.q_lora_rank, mla.kv_lora_rank
         bias = config.qkv_bias
@@ -72,9 +77,6 @@ class LatentAttention(nnx.Module):
             q_a = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
             q = self.q(q_a)  # [tokens, heads, qk_nope_head_dim + qk_rope_head_dim]
             q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
-            q_latent = _per_head(
-                "htn,hnr->htr", q_nope, kernel_value(self.k_b, self.k_b_scale)
-            )  # [tokens, heads, kv_lora_rank]
 
         with jax.named_scope("kv"):
             latent, k_rope = jnp.split(self.kv_a(x), [self.mla.kv_lora_rank], axis=-1)
@@ -88,28 +90,35 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("write_pages"):
             kv_pages = write_latent_pages(kv_pages, latent, k_rope, batch.token_pages + first_page, batch.token_offsets)
 
-        with jax.named_scope("paged_attention"):
-            if axes_size(PAGES) > 1:
-                q = gather(jnp.concatenate([q_latent, q_rope], axis=-1), PAGES, 1)
-                q_latent, q_rope = jnp.split(q, [self.mla.kv_lora_rank], axis=-1)  # of all devices' heads
-            attended, lse = mla_paged_attention(
-                q_latent,
-                q_rope,
-                kv_pages,
-                batch.block_tables + first_page,
-                batch.context_lens,
-                batch.query_starts,
-                scale=self.scale,
-                max_query_len=batch.max_query_len,
-                page_stride=batch.page_stride,
-                page_offset=batch.page_offset,
-                implementation=batch.attention,
-            )
-            attended = merge_pages(attended, lse, 1)  # [tokens, heads of this device, kv_lora_rank]
+        def attend(q_nope: Array, q_rope: Array, context_lens: Array, query_starts: Array) -> Array:
+            """Some tokens' values [tokens, heads of this device, v_head_dim]."""
+            with jax.named_scope("absorb"):
+                k_b = kernel_value(self.k_b, self.k_b_scale)
+                q_latent = _per_head("htn,hnr->htr", q_nope, k_b)  # [tokens, heads, kv_lora_rank]
+            with jax.named_scope("paged_attention"):
+                if axes_size(PAGES) > 1:
+                    q = gather(jnp.concatenate([q_latent, q_rope], axis=-1), PAGES, 1)
+                    q_latent, q_rope = jnp.split(q, [self.mla.kv_lora_rank], axis=-1)  # of all devices' heads
+                attended, lse = mla_paged_attention(
+                    q_latent,
+                    q_rope,
+                    kv_pages,
+                    batch.block_tables + first_page,
+                    context_lens,
+                    query_starts,
+                    scale=self.scale,
+                    max_query_len=batch.max_query_len,
+                    page_stride=batch.page_stride,
+                    page_offset=batch.page_offset,
+                    implementation=batch.attention,
+                )
+                attended = merge_pages(attended, lse, 1)  # [tokens, heads of this device, kv_lora_rank]
+            with jax.named_scope("expand"):
+                return _per_head("htr,hvr->htv", attended, kernel_value(self.v_b, self.v_b_scale))
 
+        values = in_chunks(attend, (q_nope, q_rope), batch, max(QUERY_ROWS // self.num_heads, 1))
         with jax.named_scope("out"):
-            v_b = kernel_value(self.v_b, self.v_b_scale)
-            return self.out(_per_head("htr,hvr->htv", attended, v_b)), kv_pages
+            return self.out(values), kv_pages
 
 
 class DeepSeek(Decoder):

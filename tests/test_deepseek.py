@@ -31,11 +31,17 @@ def orbax(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("source", "attention", "layers"),
-    [("safetensors", "reference", "--no-scan-layers"), ("orbax", "xla", "--scan-layers")],
+    ("source", "attention", "layers", "query_rows"),
+    [
+        ("safetensors", "reference", "--no-scan-layers", None),
+        ("orbax", "xla", "--scan-layers", None),
+        ("safetensors", "xla", "--scan-layers", 20),
+    ],
 )
-def test_generate(model, orbax, source, attention, layers, xla_cache, capsys):
+def test_generate(model, orbax, source, attention, layers, query_rows, xla_cache, capsys, monkeypatch):
     directory, dense = model
+    if query_rows is not None:  # the prompt's tokens attend in several parts
+        monkeypatch.setattr("paxserve.models.deepseek.QUERY_ROWS", query_rows)
     flags = {
         "model": orbax if source == "orbax" else directory,
         "attention": attention,
