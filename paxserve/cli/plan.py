@@ -173,7 +173,17 @@ def _rank(plans: Sequence["Plan"]) -> None:
     from paxserve.cli.figures import size
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("mesh", "weights", "KV tokens", "requests", "running", "decode step", "decode tok/s", "prefill tok/s", "verdict"):
+    for name in (
+        "mesh",
+        "weights",
+        "KV tokens",
+        "requests",
+        "running",
+        "decode step",
+        "decode tok/s",
+        "prefill tok/s",
+        "verdict",
+    ):
         table.add_column(name, no_wrap=name != "verdict")
     for plan in plans:
         if plan.memory is None:
