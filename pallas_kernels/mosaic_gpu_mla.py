@@ -15,8 +15,8 @@ share of the work, a cluster: each copies half of every page into the shared mem
     barriers   *_full and *_empty, one pair per buffer: the consumers begin by saying that all are empty
 
 The producer runs ahead of the consumers, into the next item's keys too. int8 and fp8 blocks are copied into the first half of
-their place and widened there by the producer: it holds a block in registers, so it gets more of them and the consumers
-fewer. Maxima are rounded to integers, as in mosaic_gpu.py.
+their place and widened there by the producer: it holds half a block in registers, so it gets more of them and the
+consumers fewer. Maxima are rounded to integers, as in mosaic_gpu.py.
 """
 
 import functools
@@ -194,8 +194,8 @@ def _kernel(*arrays: Any, kv_union: Any, q_union: Any, row_smem: Any, **rest: An
         "lse_smem": row_smem.at[1],
     }
     block = _ThreadBlock(_GlobalMemory(*arrays), **buffers, **rest)
-    for role, work in ((LEFT, block.left), (RIGHT, block.right), (PRODUCER, block.produce)):
-        pl.when(lax.axis_index("warpgroup") == role)(work)
+    # A switch, not three conditions in a row: through each the compiler would keep registers for the next.
+    lax.switch(lax.axis_index("warpgroup"), (block.left, block.right, block.produce))
 
 
 class _GlobalMemory(NamedTuple):
@@ -268,7 +268,7 @@ class _ThreadBlock:
 
     def set_registers(self, role: int) -> None:
         """Gives a thread its registers: of 168 at first the producer leaves some to the two consumers, or waits for ever."""
-        consumer, producer = (232, 40) if self.raw_smem is None else (208, 88)
+        consumer, producer = (232, 40) if self.raw_smem is None else (216, 72)
         if role == PRODUCER:
             plgpu.set_max_registers(producer, action="decrease")
         else:
@@ -319,12 +319,19 @@ class _ThreadBlock:
             plgpu.barrier_wait(self.kv_empty.at[place])
 
     def widen(self, place: Array) -> None:
-        """Replaces the quantised block at a place by its values in 16 bits."""
+        """Replaces the quantised block at a place by its values in 16 bits: the second 32 keys, then the first.
+
+        The second go where nothing is; the first go over the quantised values of both, and a store waits for all threads'
+        loads. A thread holds runs of 8 values, which it loads and stores without bank conflicts.
+        """
+        wide, keys = self.kv_smem.at[place], BLOCK // 2
+        layout = plgpu.Layout.SMEM_GMEM_COPY((keys, wide.shape[1]), wide.dtype, 128)
         plgpu.barrier_wait(self.raw_full.at[place])
-        values = plgpu.layout_cast(self.raw_smem.at[2 * place][...], plgpu.Layout.WGMMA_UPCAST_2X)
-        if values.dtype != jnp.int8:  # there is no way from fp8 to bfloat16 but by these two
-            values = values.astype(jnp.float16).astype(jnp.float32)
-        self.kv_smem.at[place][...] = plgpu.layout_cast(values.astype(self.kv_smem.dtype), LAYOUT)
+        for rows in (pl.ds(keys, keys), pl.ds(0, keys)):
+            values = plgpu.layout_cast(self.raw_smem.at[2 * place, rows][...], layout)
+            if values.dtype != jnp.int8:  # there is no way from fp8 to bfloat16 but by these two
+                values = values.astype(jnp.float16).astype(jnp.float32)
+            wide.at[rows][...] = values.astype(wide.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.kv_full.at[place])
 
@@ -353,7 +360,9 @@ class _ThreadBlock:
 
                 def mask(s: Array) -> Array:
                     key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
-                    return jnp.where(key < _over_rows(visible - i * BLOCK, s.shape), s, -jnp.inf)
+                    # Not all 16 of a thread's keys, which the compiler would hold in registers through the loop
+                    in_eight, eights = key & 7, key & ~7
+                    return jnp.where(in_eight < _over_rows(visible - i * BLOCK, s.shape) - eights, s, -jnp.inf)
 
                 s = lax.cond((i + 1) * BLOCK > least_visible, mask, lambda s: s, s)
                 new_top = jnp.maximum(top, jnp.round(s.max(axis=1)))

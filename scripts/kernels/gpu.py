@@ -1,9 +1,9 @@
 """Compiles mosaic_gpu's kernels for the H100 (sm_90a) without a GPU, and reads what they use of a multiprocessor.
 
 It takes JAX's CUDA plugin and NVIDIA's compilers, but no driver. Each shape is a step that writes its tokens into donated
-pages and attends. Faulty is one that does not compile or that copies the pages, and a kernel that spills
-registers (latent attention: more than a few), of which fewer thread blocks fit a multiprocessor than the grid counts on, or,
-if it is attention, that has no TMA loads and no wgmma. A process per shape: Mosaic may abort it.
+pages and attends. Faulty is one that does not compile or that copies the pages, and a kernel that spills registers, of which
+fewer thread blocks fit a multiprocessor than the grid counts on, or, if it is attention, that has no TMA loads and no wgmma.
+A process per shape: Mosaic may abort it.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from paxserve.pallas_kernels import mosaic_gpu, mosaic_gpu_mla, write_latent_pages, write_pages
 
 H100 = GPUS["sm_90a"]
-LATENT_KERNEL, LATENT_SPILL_BYTES = "mla_paged_attention", 96  # most before and after the loop over keys
+LATENT_KERNEL = "mla_paged_attention"
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _read_row(shape: str, report: Path) -> Row:
     by_registers = H100.registers // (-(-registers // 8) * 8 * int(threads))
     fitting = min(by_registers, H100.shared_bytes // (int(shared) + H100.block_shared_bytes))
     fault = None
-    if spilled > (LATENT_SPILL_BYTES if kernel == LATENT_KERNEL else 0):
+    if spilled:
         fault = "spills"
     elif kernel != "merge_pieces":
         of = SHAPES[shape]
