@@ -5,6 +5,7 @@ are data, not shapes. What a token gets does not depend on which others, padding
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,9 @@ class MoE(nnx.Module):
                 layer = layer - stack.start
             first = axes_rank(self.spread) * gate_up.shape[1]
             everyones_x, experts, weights = (gather(each, GROUPS, 0) for each in (x, experts, weights))
-            y = apply_experts(everyones_x, experts - first, weights, layer, gate_up, down)
+            y = apply_experts(
+                everyones_x, experts - first, weights, layer, gate_up, down, num_experts=self.moe.num_experts
+            )
             if axes_size(MESH_AXES) > 1:
                 y = sum_over(sum_scatter(y.astype(x.dtype), GROUPS, 0), TENSOR).astype(jnp.float32)
         if self.shared is not None:
@@ -111,19 +114,25 @@ def apply_experts(
     layer: Int[Array, ""] | int,
     gate_up: Kernel,
     down: Kernel,
+    *,
+    num_experts: int | None = None,
 ) -> Float[Array, "tokens embed"]:
     """The weighted sum of what each token's experts in `layer` make of it, in float32.
 
-    gate_up [layers, experts, 2, mlp, embed], down [layers, experts, embed, mlp]. Experts that are not among these add 0.
+    gate_up [layers, experts, 2, mlp, embed], down [layers, experts, embed, mlp]: of all experts, or of some of `num_experts`.
+    Experts that are not among these add 0.
     """
     is_here = (experts >= 0) & (experts < gate_up.shape[1])
     chosen = jnp.where(is_here, experts, gate_up.shape[1]).reshape(-1)  # [tokens * k]
     order = jnp.argsort(chosen)  # the others' last
     sizes = jnp.bincount(chosen, length=gate_up.shape[1]).astype(jnp.int32)
     args = x, weights.reshape(-1)[order], order, sizes, layer, gate_up, down
+    # About an expert's share, for most experts to need one block. A block of 8 rows costs little more than one of 1.
+    block = min(max(8, 1 << (len(order) // (num_experts or len(sizes))).bit_length()), 256)
+    in_blocks = functools.partial(grouped_in_blocks, block)
     if isinstance(gate_up, BlockScaled):  # a ragged dot would want all experts dequantised
-        return grouped_in_blocks(*args)
-    return jax.lax.platform_dependent(*args, cpu=grouped_in_blocks, tpu=grouped_in_blocks, default=grouped_ragged)
+        return in_blocks(*args)
+    return jax.lax.platform_dependent(*args, cpu=in_blocks, tpu=in_blocks, default=grouped_ragged)
 
 
 def grouped_ragged(
@@ -160,6 +169,7 @@ def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
 
 
 def grouped_in_blocks(
+    block: int,
     x: Float[Array, "tokens embed"],
     weights: Float[Array, "tokens_k"],
     order: Int[Array, "tokens_k"],
@@ -168,13 +178,11 @@ def grouped_in_blocks(
     gate_up: Kernel,
     down: Kernel,
 ) -> Float[Array, "tokens embed"]:
-    """As `grouped_ragged`, by a loop over blocks of pairs that have one expert; experts without tokens cost nothing.
+    """As `grouped_ragged`, by a loop over blocks of `block` pairs that have one expert; experts without tokens cost nothing.
 
     For XLA:CPU, where a ragged dot multiplies every row by every expert, and for TPU, where it copies all kernels to
     have them in-major. A device that has few of the experts touches its own pairs' rows alone.
     """
-    # About an expert's share, for most experts to need one block. A block of 8 rows costs little more than one of 1.
-    block = min(max(8, 1 << (len(order) // len(sizes)).bit_length()), 256)
     blocks = -(-sizes // block)  # [experts]
     last = jnp.cumsum(blocks)  # [experts], the block after an expert's last
     ends = jnp.cumsum(sizes)  # [experts], the pair after an expert's last
