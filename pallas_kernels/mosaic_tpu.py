@@ -162,9 +162,12 @@ def _decode(
     """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
     tokens, kv_heads, group, head_dim = q.shape
     rows = -(-group // 8) * 8
-    most_tiles = min(len(context_lens), SLOTS_BYTES // (sizes["slots"] * sizes["block_keys"] * kv_heads * pages.row_bytes))
-    heads, tiles = _side_by_side(kv_heads, max(most_tiles, 1), max(sizes["chains"] * 8 // rows, 1))
-    block_pages = pages.block_pages(sizes["block_keys"], tiles * kv_heads * pages.row_bytes, sizes["slots"])
+    key_bytes = kv_heads * pages.row_bytes
+    # Of more tiles the blocks were shorter.
+    fitting = max(SLOTS_BYTES // (sizes["slots"] * sizes["block_keys"] * key_bytes), 1)
+    chains = max(sizes["chains"] * 8 // rows, 1)
+    heads, tiles = _side_by_side(kv_heads, min(fitting, len(context_lens)), chains)
+    block_pages = pages.block_pages(sizes["block_keys"], tiles * key_bytes, sizes["slots"])
     shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * pages.page_size, sizes["slots"], pages.stride)
 
     end = jnp.where(jnp.diff(query_starts) == 1, context_lens - pages.origins, 0)
