@@ -162,10 +162,12 @@ def _decode(
     """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
     tokens, kv_heads, group, head_dim = q.shape
     rows = -(-group // 8) * 8
+    key_bytes = kv_heads * pages.row_bytes
+    # Of more tiles the blocks were shorter.
+    fitting = max(SLOTS_BYTES // (sizes["slots"] * sizes["block_keys"] * key_bytes), 1)
     chains = max(sizes["chains"] * 8 // rows, 1)
-    heads = _largest_divisor(kv_heads, chains)
-    tiles = min(chains // heads, len(context_lens))
-    block_pages = pages.block_pages(sizes["block_keys"], tiles * kv_heads * pages.row_bytes, sizes["slots"])
+    heads, tiles = _side_by_side(kv_heads, min(fitting, len(context_lens)), chains)
+    block_pages = pages.block_pages(sizes["block_keys"], tiles * key_bytes, sizes["slots"])
     shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * pages.page_size, sizes["slots"], pages.stride)
 
     end = jnp.where(jnp.diff(query_starts) == 1, context_lens - pages.origins, 0)
@@ -260,5 +262,7 @@ def _power_of_two(most: int) -> int:
     return 2 ** (most.bit_length() - 1)
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    return max(n for n in range(1, most + 1) if number % n == 0)
+def _side_by_side(kv_heads: int, most_tiles: int, chains: int) -> tuple[int, int]:
+    """Heads and tiles whose product is nearest to `chains`, not above it; of equals those with more heads."""
+    divisors = (n for n in range(1, chains + 1) if kv_heads % n == 0)
+    return max(((n, min(chains // n, most_tiles)) for n in divisors), key=lambda each: (each[0] * each[1], each[0]))

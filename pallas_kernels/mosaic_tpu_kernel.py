@@ -19,10 +19,11 @@ Buffers are cut into parts of a few rows, each an array of its own: a part is wa
 Dealt pages. If only every `stride`-th page of a sequence is in its block table, positions are counted from the first of
 them: entry `i` holds the keys from `i * stride * page_size` on. A tile may see none of them, its row's sums are then 0.
 
-Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, where `slot` counts blocks over the whole grid:
-a cursor in SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. A semaphore per slot counts the
-bytes of its pages, those of all tiles. Page ids are copied from HBM into SMEM, two rows of lanes of a tile's block table at
-a time, a block before its pages are asked for: tables may be of any width.
+Buffers. A page is one contiguous copy from HBM into `kv[slot, tile, page]`, cut into HBM's memory tiles there too: in VMEM
+TPU7x has larger ones for bfloat16, and would copy a page tile by tile. `slot` counts blocks over the whole grid: a cursor in
+SMEM runs `slots - 1` blocks ahead of the computation, into the following steps. A semaphore per slot counts the bytes of its
+pages, those of all tiles. Page ids are copied from HBM into SMEM, two rows of lanes of a tile's block table at a time, a
+block before its pages are asked for: tables may be of any width.
 
 What was not read, because it lies outside the context or the window, is cleared before its block is used: a weight of 0
 does not hide a NaN.
@@ -47,6 +48,7 @@ TINY = 1e-30
 PIPELINE_ROWS = 32  # of a part of the buffers between the stages of the pipeline
 VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
 LANES = 128
+HBM_ROWS = {4: 8, 2: 8, 1: 32}  # of a memory tile in HBM, by the bytes of a number
 LOG2_E = 1.4426950408889634
 
 
@@ -131,6 +133,7 @@ def attend(
     piece_pages = block_pages // pieces
     blocks_per_refill = TABLE_ROW // block_pages
     parts = [slice(start, min(start + PIPELINE_ROWS, rows)) for start in range(0, rows, PIPELINE_ROWS)]
+    page_tiles = page_size // HBM_ROWS[kv_pages.dtype.itemsize], HBM_ROWS[kv_pages.dtype.itemsize]
     key_lanes = LANES if shape.keys % LANES == 0 else shape.keys
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -224,7 +227,7 @@ def attend(
             first, end = first_page[slot * tiles + tile], end_page[slot * tiles + tile]
 
             def clear_page(page: Array) -> None:
-                kv[slot, tile, page, :, :, values] = jnp.zeros((kv_heads, page_size, value_dim), kv.dtype)
+                kv[slot, tile, page, :, :, :, values] = jnp.zeros((kv_heads, *page_tiles, value_dim), kv.dtype)
 
             @pl.when((end > 0) | bool(shape.turn))
             def _() -> None:
@@ -234,9 +237,12 @@ def attend(
             @pl.when(end > 0)
             def _() -> None:
                 used = field(END_KEY, item) - ((first_block(item) + number) * block_pages + end - 1) * page_step
-                row = lax.broadcasted_iota(jnp.int32, (kv_heads, page_size, value_dim), 1)
-                last = kv[slot, tile, end - 1, :, :, values]
-                kv[slot, tile, end - 1, :, :, values] = jnp.where(row < used, last, jnp.zeros_like(last))
+                tile_number, row_in_tile = (
+                    lax.broadcasted_iota(jnp.int32, (kv_heads, *page_tiles, value_dim), axis) for axis in (1, 2)
+                )
+                row = tile_number * page_tiles[1] + row_in_tile
+                last = kv[slot, tile, end - 1, :, :, :, values]
+                kv[slot, tile, end - 1, :, :, :, values] = jnp.where(row < used, last, jnp.zeros_like(last))
 
         def enter(number: Array, slot: Array) -> None:
             """Ask for a block ahead, wait for this one, and clear what was not read of it."""
@@ -261,7 +267,7 @@ def attend(
 
         def load(slot: Array, tile: int, h: Array | int, piece: Array | int, columns: slice) -> Array:
             part = pl.ds(piece * piece_pages, piece_pages)
-            return kv[slot, tile, part, h, :, columns].reshape(shape.keys, -1).astype(dtype)
+            return kv[slot, tile, part, h, :, :, columns].reshape(shape.keys, -1).astype(dtype)
 
         def find_logits(slot: Array, tile: int, h: Array | int, piece: Array | int) -> Array:
             dims = (((1,), (1,)), ((), ()))
@@ -478,7 +484,7 @@ def attend(
             out_specs=[per_step(value_dim, idle), per_step(LANES, idle)],
             scratch_shapes=[
                 pltpu.SMEM((tiles * 2 * TABLE_ROW,), jnp.int32),
-                pltpu.VMEM((shape.slots, tiles, block_pages, kv_heads, page_size, width), kv_pages.dtype),
+                pltpu.VMEM((shape.slots, tiles, block_pages, kv_heads, *page_tiles, width), kv_pages.dtype),
                 pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, kv_heads, rows, value_dim), jnp.float32),
@@ -504,7 +510,12 @@ def attend(
         interpret=interpret,
         name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys"
         + f"_{shape.turn}_units" * bool(shape.turn),
-    )(*scalars, jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))), q, kv_pages)
+    )(
+        *scalars,
+        jnp.pad(block_tables.astype(jnp.int32), ((0, 0), (0, spare))),
+        q,
+        kv_pages.reshape(-1, kv_heads, *page_tiles, width),
+    )
 
 
 def share(

@@ -84,6 +84,21 @@ def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "most_tiles", "chains", "expected"),
+    [
+        (4, 9, 12, (4, 3)),
+        (8, 9, 12, (4, 3)),
+        (32, 1, 12, (8, 1)),
+        (2, 6, 11, (2, 5)),
+        (2, 99, 11, (1, 11)),
+        (8, 9, 1, (1, 1)),
+    ],
+)
+def test_decodes_side_by_side(kv_heads: int, most_tiles: int, chains: int, expected: tuple[int, int]) -> None:
+    assert mosaic_tpu._side_by_side(kv_heads, most_tiles, chains) == expected
+
+
 def test_bfloat16_with_every_free_slot_nan() -> None:
     case = Case((1, 1, 20), (50, 1, 33), heads=4, kv_heads=2, head_dim=64, dtype=jnp.bfloat16, seed=3)
     out, lse = case.run("mosaic_tpu")

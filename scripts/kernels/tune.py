@@ -26,7 +26,7 @@ from paxserve.pallas_kernels import tuning
 
 CANDIDATES = {
     "block_keys": (256, 512, 1024),
-    "chains": (8, 12, 16, 24),
+    "chains": (8, 10, 11, 12, 16, 24),
     "query_rows": (128, 256, 512),
     "query_keys": (256, 512, 1024),
     "turn": (2, 4, 8),
@@ -41,6 +41,9 @@ CASES = (
     Case(9, 3, head_dim=64),
     Case(8, 1, page_size=256),
     Case(32, 8, page_size=32),
+    Case(4, 2),
+    Case(4, 2, head_dim=96),
+    Case(4, 2, head_dim=192),
     Case(8, 4, head_dim=256),
     Case(8, 4, queries=512),
     Case(9, 3, head_dim=64, queries=512),
