@@ -51,7 +51,7 @@ from paxserve.pallas_kernels.mosaic_tpu_stream import (
     scratch,
 )
 
-VALUE_COLUMNS = 256  # of the output that are computed at a time, so that the sums fit into registers
+LOGIT_ROWS, WEIGHT_ROWS, VALUE_ROWS = 32, 16, 64  # at a time, likewise
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def attend(
     scale: Float[Array, ""],
     soft_cap: float | None,
     cores: int = 1,
+    columns: int = 256,
     interpret: Any = False,
 ) -> tuple[Float[Array, "more_tiles rows rank"], Float32[Array, "more_tiles rows 128"]]:
     """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
@@ -105,14 +106,14 @@ def attend(
     half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
     lanes = LANES if half % LANES == 0 else half
-    value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
+    key_columns, value_columns = (columns if size % columns == 0 else size for size in (half, rank))
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
         items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any,
-        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, kept_logits: Any,
-        kept_weights: Any, buffer: Any, *scratch: Any,
+        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, q_ropes: Any, logits: Any,
+        maxima: Any, fades: Any, weights: Any, buffer: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step, end = own_step(bounds, cores)
@@ -129,6 +130,7 @@ def attend(
         def compute(number: Array, slot: Array) -> None:
             """A turn of the online softmax, stage by stage, so that the chains of all tiles and parts overlap."""
             chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
+            chains_in_order = range(len(chains))
 
             def load(tile: int, first: int, columns: int) -> Array:
                 stored = buffer[slot, tile, :, :, :, first : first + columns]
@@ -138,59 +140,88 @@ def attend(
                 dims = (((1,), (contracted,)), ((), ()))
                 return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
 
-            def find_logits(tile: int, part: Any) -> list[Array]:
-                """Those of the keys in the first and in the second halves of rows."""
-                query, twice = q_ref[tile, part, :rank], q_ref[tile, part, rank:]
-                is_first = lax.broadcasted_iota(jnp.int32, (part_rows, 2 * rope), 1) < rope
-                none = jnp.zeros_like(twice)
-                ropes = jnp.concatenate([jnp.where(is_first, twice, none), jnp.where(is_first, none, twice)])
-                rotated = jnp.split(dot(ropes, load(tile, 2 * rank, 2 * rope), 1), 2)
-                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
-                last = _repeat(position[tile, part] - first_page * key_step, half)
-                logits = []
+            def find_rope_logits(chain: int) -> None:
+                tile, part = chains[chain]
+                q_rope = jnp.concatenate([q_ropes[h, tile, part] for h in range(2)])
+                y = dot(q_rope, load(tile, 2 * rank, 2 * rope), 1)
                 for h in range(2):
-                    x = (dot(query, load(tile, h * rank, rank), 1) + rotated[h]) * factor[0]
-                    if soft_cap is not None:
-                        x = jnp.tanh(x) * (soft_cap * math.log2(math.e))
-                    logits.append(jnp.where(key[h : h + 1] <= last, x, MASKED))
-                return logits
+                    logits[chain][h][...] = y[h * part_rows : (h + 1) * part_rows]
 
-            nothing = jnp.minimum(number, 0) * 16
+            def find_logits(chain: int) -> Array:
+                """Stores those of the keys in the first and in the second halves of rows; returns maxima by lane."""
+                tile, part = chains[chain]
+                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
+                runs = [(h, c) for h in range(2) for c in range(0, half, key_columns)]
+                highest = []
+                for i, (h, c) in enumerate(runs):
+                    q = q_ref[tile, hidden(part.start, part_rows, i), :rank]
+                    y = dot(q, load(tile, h * rank, rank)[c : c + key_columns], 1)
+                    keys = pl.ds(c, key_columns)
+                    for k, (first, n) in enumerate(_cut(part_rows, LOGIT_ROWS)):
+                        x = (y[first : first + n] + logits[chain][h][hidden(first, n), keys]) * factor[0]
+                        if soft_cap is not None:
+                            x = jnp.tanh(x) * (soft_cap * math.log2(math.e))
+                        last = position[tile, pl.ds(part.start + first, n)] - first_page * key_step
+                        x = jnp.where(key[h : h + 1, keys] <= _repeat(last, key_columns), x, MASKED)
+                        logits[chain][h][first : first + n, keys] = x
+                        x = functools.reduce(jnp.maximum, [x[:, j : j + lanes] for j in range(0, key_columns, lanes)])
+                        if i > 0:
+                            x = jnp.maximum(maxima[chain][k][hidden(0, n)], x)
+                        if i < len(runs) - 1:
+                            maxima[chain][k][...] = x
+                        else:
+                            highest.append(x)
+                return jnp.concatenate(highest)
 
-            def reload(refs: Any) -> list[Array]:
-                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
-                return [ref[pl.ds(pl.multiple_of(nothing, 16), part_rows)] for ref in refs]
-
-            highest = []
-            for chain, kept in zip(chains, kept_logits, strict=True):
-                for ref, x in zip(kept, logits := find_logits(*chain), strict=True):
-                    ref[...] = x
-                x = jnp.maximum(*logits)
-                highest.append(functools.reduce(jnp.maximum, [x[:, i : i + lanes] for i in range(0, half, lanes)]))
-            for i, chain in enumerate(chains):
-                old = top[chain]
-                new = jnp.maximum(old, highest[i].max(1, keepdims=True))
+            def find_weights(chain: int, highest: Array) -> None:
+                tile, part = chains[chain]
+                old = top[tile, part]
+                new = jnp.maximum(old, highest.max(1, keepdims=True))
                 fade = jnp.exp2(old - new)
-                w = [jnp.exp2(x - _repeat(new, half)) for x in reload(kept_logits[i])]
-                for ref, x in zip(kept_weights[i], w, strict=True):
-                    ref[...] = x.astype(dtype)
-                top[chain] = new
-                total[chain] = total[chain] * fade + _by_lane(w[0] + w[1])
-                acc[chain] = acc[chain] * _repeat(fade, rank)
-            for (tile, part), kept in zip(chains, kept_weights, strict=True):
-                w = reload(kept)
-                for c in range(0, rank, value_columns):
+                top[tile, part], fades[chain][...] = new, fade
+                for first, n in _cut(part_rows, WEIGHT_ROWS):
+                    here, some = pl.ds(part.start + first, n), slice(first, first + n)
+                    w = [jnp.exp2(x[hidden(first, n)] - _repeat(new[some], half)) for x in logits[chain]]
+                    for ref, x in zip(weights[chain], w, strict=True):
+                        ref[some] = x.astype(dtype)
+                    total[tile, here] = total[tile, here] * fade[some] + _by_lane(w[0] + w[1])
+
+            def find_values(chain: int) -> None:
+                tile, part = chains[chain]
+                for i, c in enumerate(range(0, rank, value_columns)):
+                    w = [ref[hidden(0, part_rows, i)] for ref in weights[chain]]
                     y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
-                    acc[tile, part, c : c + value_columns] += y
+                    for first, n in _cut(part_rows, VALUE_ROWS):
+                        here = tile, hidden(part.start + first, n), pl.ds(c, value_columns)
+                        fade = _repeat(fades[chain][hidden(first, n)], value_columns)
+                        acc[here] = acc[here] * fade + y[first : first + n]
+
+            def hidden(first: int, n: int, number_of: int = 0) -> Any:
+                """The rows from `first` on, at an address the compiler does not know, and a different one for each `number_of`."""
+                return pl.ds(pl.multiple_of(jnp.minimum(number + number_of, 0) * n + first, n), n)
+
+            highest = []
+            for pair in (chains_in_order[i : i + 2] for i in range(0, len(chains), 2)):
+                for chain in pair:
+                    find_rope_logits(chain)
+                highest += [find_logits(chain) for chain in pair]
+            for chain in chains_in_order:
+                find_weights(chain, highest[chain])
+            for chain in chains_in_order:
+                find_values(chain)
 
         def attend_step() -> None:
             top[...] = jnp.full_like(top, LOWEST)
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
             row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+            is_first = lax.broadcasted_iota(jnp.int32, (rows, 2 * rope), 1) < rope
             for tile in range(tiles):
+                q_rope = q_ref[tile, :, rank:]
+                q_ropes[0, tile] = jnp.where(is_first, q_rope, jnp.zeros_like(q_rope))
+                q_ropes[1, tile] = jnp.where(is_first, jnp.zeros_like(q_rope), q_rope)
                 position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
 
             @pl.loop(0, counts[step])
@@ -229,6 +260,7 @@ def attend(
 
         return pl.BlockSpec((tiles, rows, last), index)
 
+    chains = tiles * shape.parts
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,
@@ -242,8 +274,11 @@ def attend(
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
-                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * (tiles * shape.parts),
-                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * (tiles * shape.parts),
+                pltpu.VMEM((2, tiles, rows, 2 * rope), dtype),
+                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * chains,
+                [[pltpu.VMEM((n, lanes), jnp.float32) for _, n in _cut(part_rows, LOGIT_ROWS)]] * chains,
+                [pltpu.VMEM((part_rows, LANES), jnp.float32)] * chains,
+                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * chains,
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
@@ -260,6 +295,17 @@ def attend(
         interpret=interpret,
         name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
     )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
+
+
+def matrix_columns() -> int:
+    """Columns of a matrix unit, as many as are computed at a time: 128 on v5e and v5p, 256 on later TPUs."""
+    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else 128
+
+
+def _cut(rows: int, at_most: int) -> list[tuple[int, int]]:
+    """First row and number of rows of equal parts."""
+    n = math.gcd(rows, at_most)
+    return [(first, n) for first in range(0, rows, n)]
 
 
 def _by_lane(w: Float32[Array, "rows keys"]) -> Float32[Array, "rows 128"]:
