@@ -14,6 +14,11 @@ Loop. A step walks over the blocks of its longest tile: a turn of the online sof
 running maximum and sum lie in VMEM scratch, as do the output and what is kept from stage to stage. Logits are in units of
 log 2 there, which saves a multiplication per exponential.
 
+Registers. All that is in flight must fit into 64 of them, or the compiler spills. Results go to VMEM a few rows at a time
+(`*_ROWS`), as they leave the matrix units, and a stage reads them back from `hidden` addresses: else the compiler keeps what
+was stored or read before, and moves reads forward. Chains go in pairs, RoPE logits first, as these fill one matrix unit
+per chain: after them, the two parts of a sum of latent logits leave both units at a time.
+
 What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
 a NaN, and neither does a 0 in the RoPE parts of queries.
 """
@@ -51,7 +56,7 @@ from paxserve.pallas_kernels.mosaic_tpu_stream import (
     scratch,
 )
 
-LOGIT_ROWS, WEIGHT_ROWS, VALUE_ROWS = 32, 16, 64  # at a time, likewise
+LOGIT_ROWS, WEIGHT_ROWS, VALUE_ROWS = 32, 16, 64  # that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def attend(
     A row of `q` is a head's latent query and twice its RoPE part. `work.position` is counted from the first token of the
     page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
     Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes; with two cores, of some more
-    tiles.
+    tiles. Of keys and of the output, `columns` are computed at a time.
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
@@ -105,8 +110,8 @@ def attend(
     part_rows = rows // shape.parts
     half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
-    lanes = LANES if half % LANES == 0 else half
     key_columns, value_columns = (columns if size % columns == 0 else size for size in (half, rank))
+    lanes = LANES if key_columns % LANES == 0 else key_columns
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
@@ -130,7 +135,7 @@ def attend(
         def compute(number: Array, slot: Array) -> None:
             """A turn of the online softmax, stage by stage, so that the chains of all tiles and parts overlap."""
             chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
-            chains_in_order = range(len(chains))
+            order = range(len(chains))
 
             def load(tile: int, first: int, columns: int) -> Array:
                 stored = buffer[slot, tile, :, :, :, first : first + columns]
@@ -139,6 +144,10 @@ def attend(
             def dot(a: Array, b: Array, contracted: int) -> Array:
                 dims = (((1,), (contracted,)), ((), ()))
                 return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
+
+            def hidden(first: int, n: int, alias: int = 0) -> Any:
+                """The rows from `first` on, at an address that the compiler does not know, and another for each `alias`."""
+                return pl.ds(pl.multiple_of(jnp.minimum(number + alias, 0) * n + first, n), n)
 
             def find_rope_logits(chain: int) -> None:
                 tile, part = chains[chain]
@@ -154,7 +163,7 @@ def attend(
                 runs = [(h, c) for h in range(2) for c in range(0, half, key_columns)]
                 highest = []
                 for i, (h, c) in enumerate(runs):
-                    q = q_ref[tile, hidden(part.start, part_rows, i), :rank]
+                    q = q_ref[tile, hidden(part.start, part_rows, c // key_columns) if c else part, :rank]
                     y = dot(q, load(tile, h * rank, rank)[c : c + key_columns], 1)
                     keys = pl.ds(c, key_columns)
                     for k, (first, n) in enumerate(_cut(part_rows, LOGIT_ROWS)):
@@ -198,18 +207,14 @@ def attend(
                         fade = _repeat(fades[chain][hidden(first, n)], value_columns)
                         acc[here] = acc[here] * fade + y[first : first + n]
 
-            def hidden(first: int, n: int, number_of: int = 0) -> Any:
-                """The rows from `first` on, at an address the compiler does not know, and a different one for each `number_of`."""
-                return pl.ds(pl.multiple_of(jnp.minimum(number + number_of, 0) * n + first, n), n)
-
             highest = []
-            for pair in (chains_in_order[i : i + 2] for i in range(0, len(chains), 2)):
+            for pair in (order[i : i + 2] for i in order[::2]):
                 for chain in pair:
                     find_rope_logits(chain)
                 highest += [find_logits(chain) for chain in pair]
-            for chain in chains_in_order:
+            for chain in order:
                 find_weights(chain, highest[chain])
-            for chain in chains_in_order:
+            for chain in order:
                 find_values(chain)
 
         def attend_step() -> None:
