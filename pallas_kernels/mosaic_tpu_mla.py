@@ -90,7 +90,7 @@ def mla_paged_attention(
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             soft_cap=soft_cap,
             cores=cores_per_device(),
-            columns=matrix_columns(),
+            columns=matrix_columns(shape.rows // shape.parts),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
         return out[: len(rows)], lse[: len(rows), :, 0]

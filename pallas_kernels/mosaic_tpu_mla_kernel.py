@@ -302,9 +302,9 @@ def attend(
     )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
 
 
-def matrix_columns() -> int:
-    """Columns of a matrix unit, as many as are computed at a time: 128 on v5e and v5p, 256 on later TPUs."""
-    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else 128
+def matrix_columns(rows: int) -> int:
+    """Columns that are computed at a time: a matrix unit's, so that sums fit into registers; with few rows 256 always do."""
+    return pltpu.get_tpu_info().mxu_column_size if rows >= 64 and pltpu.is_tpu_device() else 256
 
 
 def _cut(rows: int, at_most: int) -> list[tuple[int, int]]:

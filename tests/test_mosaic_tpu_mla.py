@@ -64,7 +64,7 @@ def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_columns_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block wider than a matrix unit."""
-    monkeypatch.setattr(mosaic_tpu_mla, "matrix_columns", lambda: 4)
+    monkeypatch.setattr(mosaic_tpu_mla, "matrix_columns", lambda rows: 4)
     case = Case((1, 20, 1), (70, 45, 9), **MLA)
     assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
 
