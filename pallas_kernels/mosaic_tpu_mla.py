@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import Scale, keys_before, latent_page_size, load, pair
 from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW, Work, cores_per_device
-from paxserve.pallas_kernels.mosaic_tpu_mla_kernel import Shape, attend
+from paxserve.pallas_kernels.mosaic_tpu_mla_kernel import Shape, attend, matrix_columns
 from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
 
@@ -90,6 +90,7 @@ def mla_paged_attention(
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             soft_cap=soft_cap,
             cores=cores_per_device(),
+            columns=matrix_columns(shape.rows // shape.parts),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
         return out[: len(rows)], lse[: len(rows), :, 0]

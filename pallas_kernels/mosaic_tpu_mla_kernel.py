@@ -14,6 +14,11 @@ Loop. A step walks over the blocks of its longest tile: a turn of the online sof
 running maximum and sum lie in VMEM scratch, as do the output and what is kept from stage to stage. Logits are in units of
 log 2 there, which saves a multiplication per exponential.
 
+Registers. All that is in flight must fit into 64 of them, or the compiler spills. Results go to VMEM a few rows at a time
+(`*_ROWS`), as they leave the matrix units, and a stage reads them back from `hidden` addresses: else the compiler keeps what
+was stored or read before, and moves reads forward. Chains go in pairs, RoPE logits first, as these fill one matrix unit
+per chain: after them, the two parts of a sum of latent logits leave both units at a time.
+
 What was not read, because it lies outside the context, is cleared before its block is used: a weight of 0 does not hide
 a NaN, and neither does a 0 in the RoPE parts of queries.
 """
@@ -51,7 +56,7 @@ from paxserve.pallas_kernels.mosaic_tpu_stream import (
     scratch,
 )
 
-VALUE_COLUMNS = 256  # of the output that are computed at a time, so that the sums fit into registers
+LOGIT_ROWS, WEIGHT_ROWS, VALUE_ROWS = 32, 16, 64  # that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ def attend(
     scale: Float[Array, ""],
     soft_cap: float | None,
     cores: int = 1,
+    columns: int = 256,
     interpret: Any = False,
 ) -> tuple[Float[Array, "more_tiles rows rank"], Float32[Array, "more_tiles rows 128"]]:
     """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
@@ -95,7 +101,7 @@ def attend(
     A row of `q` is a head's latent query and twice its RoPE part. `work.position` is counted from the first token of the
     page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
     Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes; with two cores, of some more
-    tiles.
+    tiles. Of keys and of the output, `columns` are computed at a time.
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
@@ -104,15 +110,15 @@ def attend(
     part_rows = rows // shape.parts
     half = block_pages * page_size // 2  # keys of a block in the first halves of rows, and as many in the second
     key_step = page_size * shape.page_stride  # from a key to the one in its place in the next page
-    lanes = LANES if half % LANES == 0 else half
-    value_columns = VALUE_COLUMNS if rank % VALUE_COLUMNS == 0 else rank
+    key_columns, value_columns = (columns if size % columns == 0 else size for size in (half, rank))
+    lanes = LANES if key_columns % LANES == 0 else key_columns
     dtype = q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
         items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any,
-        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, kept_logits: Any,
-        kept_weights: Any, buffer: Any, *scratch: Any,
+        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, q_ropes: Any, logits: Any,
+        maxima: Any, fades: Any, weights: Any, buffer: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         del query_block  # for the block specs
         step, end = own_step(bounds, cores)
@@ -129,6 +135,7 @@ def attend(
         def compute(number: Array, slot: Array) -> None:
             """A turn of the online softmax, stage by stage, so that the chains of all tiles and parts overlap."""
             chains = [(tile, pl.ds(first, part_rows)) for tile in range(tiles) for first in range(0, rows, part_rows)]
+            order = range(len(chains))
 
             def load(tile: int, first: int, columns: int) -> Array:
                 stored = buffer[slot, tile, :, :, :, first : first + columns]
@@ -138,59 +145,88 @@ def attend(
                 dims = (((1,), (contracted,)), ((), ()))
                 return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
 
-            def find_logits(tile: int, part: Any) -> list[Array]:
-                """Those of the keys in the first and in the second halves of rows."""
-                query, twice = q_ref[tile, part, :rank], q_ref[tile, part, rank:]
-                is_first = lax.broadcasted_iota(jnp.int32, (part_rows, 2 * rope), 1) < rope
-                none = jnp.zeros_like(twice)
-                ropes = jnp.concatenate([jnp.where(is_first, twice, none), jnp.where(is_first, none, twice)])
-                rotated = jnp.split(dot(ropes, load(tile, 2 * rank, 2 * rope), 1), 2)
-                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
-                last = _repeat(position[tile, part] - first_page * key_step, half)
-                logits = []
+            def hidden(first: int, n: int, alias: int = 0) -> Any:
+                """The rows from `first` on, at an address that the compiler does not know, and another for each `alias`."""
+                return pl.ds(pl.multiple_of(jnp.minimum(number + alias, 0) * n + first, n), n)
+
+            def find_rope_logits(chain: int) -> None:
+                tile, part = chains[chain]
+                q_rope = jnp.concatenate([q_ropes[h, tile, part] for h in range(2)])
+                y = dot(q_rope, load(tile, 2 * rank, 2 * rope), 1)
                 for h in range(2):
-                    x = (dot(query, load(tile, h * rank, rank), 1) + rotated[h]) * factor[0]
-                    if soft_cap is not None:
-                        x = jnp.tanh(x) * (soft_cap * math.log2(math.e))
-                    logits.append(jnp.where(key[h : h + 1] <= last, x, MASKED))
-                return logits
+                    logits[chain][h][...] = y[h * part_rows : (h + 1) * part_rows]
 
-            nothing = jnp.minimum(number, 0) * 16
+            def find_logits(chain: int) -> Array:
+                """Stores those of the keys in the first and in the second halves of rows; returns maxima by lane."""
+                tile, part = chains[chain]
+                first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
+                runs = [(h, c) for h in range(2) for c in range(0, half, key_columns)]
+                highest = []
+                for i, (h, c) in enumerate(runs):
+                    q = q_ref[tile, hidden(part.start, part_rows, c // key_columns) if c else part, :rank]
+                    y = dot(q, load(tile, h * rank, rank)[c : c + key_columns], 1)
+                    keys = pl.ds(c, key_columns)
+                    for k, (first, n) in enumerate(_cut(part_rows, LOGIT_ROWS)):
+                        x = (y[first : first + n] + logits[chain][h][hidden(first, n), keys]) * factor[0]
+                        if soft_cap is not None:
+                            x = jnp.tanh(x) * (soft_cap * math.log2(math.e))
+                        last = position[tile, pl.ds(part.start + first, n)] - first_page * key_step
+                        x = jnp.where(key[h : h + 1, keys] <= _repeat(last, key_columns), x, MASKED)
+                        logits[chain][h][first : first + n, keys] = x
+                        x = functools.reduce(jnp.maximum, [x[:, j : j + lanes] for j in range(0, key_columns, lanes)])
+                        if i > 0:
+                            x = jnp.maximum(maxima[chain][k][hidden(0, n)], x)
+                        if i < len(runs) - 1:
+                            maxima[chain][k][...] = x
+                        else:
+                            highest.append(x)
+                return jnp.concatenate(highest)
 
-            def reload(refs: Any) -> list[Array]:
-                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
-                return [ref[pl.ds(pl.multiple_of(nothing, 16), part_rows)] for ref in refs]
-
-            highest = []
-            for chain, kept in zip(chains, kept_logits, strict=True):
-                for ref, x in zip(kept, logits := find_logits(*chain), strict=True):
-                    ref[...] = x
-                x = jnp.maximum(*logits)
-                highest.append(functools.reduce(jnp.maximum, [x[:, i : i + lanes] for i in range(0, half, lanes)]))
-            for i, chain in enumerate(chains):
-                old = top[chain]
-                new = jnp.maximum(old, highest[i].max(1, keepdims=True))
+            def find_weights(chain: int, highest: Array) -> None:
+                tile, part = chains[chain]
+                old = top[tile, part]
+                new = jnp.maximum(old, highest.max(1, keepdims=True))
                 fade = jnp.exp2(old - new)
-                w = [jnp.exp2(x - _repeat(new, half)) for x in reload(kept_logits[i])]
-                for ref, x in zip(kept_weights[i], w, strict=True):
-                    ref[...] = x.astype(dtype)
-                top[chain] = new
-                total[chain] = total[chain] * fade + _by_lane(w[0] + w[1])
-                acc[chain] = acc[chain] * _repeat(fade, rank)
-            for (tile, part), kept in zip(chains, kept_weights, strict=True):
-                w = reload(kept)
-                for c in range(0, rank, value_columns):
+                top[tile, part], fades[chain][...] = new, fade
+                for first, n in _cut(part_rows, WEIGHT_ROWS):
+                    here, some = pl.ds(part.start + first, n), slice(first, first + n)
+                    w = [jnp.exp2(x[hidden(first, n)] - _repeat(new[some], half)) for x in logits[chain]]
+                    for ref, x in zip(weights[chain], w, strict=True):
+                        ref[some] = x.astype(dtype)
+                    total[tile, here] = total[tile, here] * fade[some] + _by_lane(w[0] + w[1])
+
+            def find_values(chain: int) -> None:
+                tile, part = chains[chain]
+                for i, c in enumerate(range(0, rank, value_columns)):
+                    w = [ref[hidden(0, part_rows, i)] for ref in weights[chain]]
                     y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
-                    acc[tile, part, c : c + value_columns] += y
+                    for first, n in _cut(part_rows, VALUE_ROWS):
+                        here = tile, hidden(part.start + first, n), pl.ds(c, value_columns)
+                        fade = _repeat(fades[chain][hidden(first, n)], value_columns)
+                        acc[here] = acc[here] * fade + y[first : first + n]
+
+            highest = []
+            for pair in (order[i : i + 2] for i in order[::2]):
+                for chain in pair:
+                    find_rope_logits(chain)
+                highest += [find_logits(chain) for chain in pair]
+            for chain in order:
+                find_weights(chain, highest[chain])
+            for chain in order:
+                find_values(chain)
 
         def attend_step() -> None:
             top[...] = jnp.full_like(top, LOWEST)
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
             row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+            is_first = lax.broadcasted_iota(jnp.int32, (rows, 2 * rope), 1) < rope
             for tile in range(tiles):
+                q_rope = q_ref[tile, :, rank:]
+                q_ropes[0, tile] = jnp.where(is_first, q_rope, jnp.zeros_like(q_rope))
+                q_ropes[1, tile] = jnp.where(is_first, jnp.zeros_like(q_rope), q_rope)
                 position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
 
             @pl.loop(0, counts[step])
@@ -229,6 +265,7 @@ def attend(
 
         return pl.BlockSpec((tiles, rows, last), index)
 
+    chains = tiles * shape.parts
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,
@@ -242,8 +279,11 @@ def attend(
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, rank), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.int32),
-                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * (tiles * shape.parts),
-                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * (tiles * shape.parts),
+                pltpu.VMEM((2, tiles, rows, 2 * rope), dtype),
+                [[pltpu.VMEM((part_rows, half), jnp.float32)] * 2] * chains,
+                [[pltpu.VMEM((n, lanes), jnp.float32) for _, n in _cut(part_rows, LOGIT_ROWS)]] * chains,
+                [pltpu.VMEM((part_rows, LANES), jnp.float32)] * chains,
+                [[pltpu.VMEM((part_rows, half), dtype)] * 2] * chains,
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
@@ -260,6 +300,17 @@ def attend(
         interpret=interpret,
         name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
     )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
+
+
+def matrix_columns(rows: int) -> int:
+    """Columns that are computed at a time: a matrix unit's, so that sums fit into registers; with few rows 256 always do."""
+    return pltpu.get_tpu_info().mxu_column_size if rows >= 64 and pltpu.is_tpu_device() else 256
+
+
+def _cut(rows: int, at_most: int) -> list[tuple[int, int]]:
+    """First row and number of rows of equal parts."""
+    n = math.gcd(rows, at_most)
+    return [(first, n) for first in range(0, rows, n)]
 
 
 def _by_lane(w: Float32[Array, "rows keys"]) -> Float32[Array, "rows 128"]:

@@ -62,6 +62,13 @@ def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
 
 
+def test_several_columns_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block wider than a matrix unit."""
+    monkeypatch.setattr(mosaic_tpu_mla, "matrix_columns", lambda rows: 4)
+    case = Case((1, 20, 1), (70, 45, 9), **MLA)
+    assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
 def test_bfloat16_with_every_free_slot_nan() -> None:
     case = Case((1, 1, 20), (50, 1, 33), heads=8, kv_heads=1, head_dim=96, latent_dim=64, dtype=jnp.bfloat16, seed=3)
     out, lse = case.run("mosaic_tpu")
