@@ -21,7 +21,7 @@ from paxserve.models.token_chunks import in_chunks
 from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, pairs_latents, write_latent_pages
 from paxserve.sharding import axes_size, gather
 
-QUERY_ROWS = 2**16
+QUERY_ROWS = 2**17
 """Tokens times query heads that attend at a time: their latent queries and outputs are several times what the rest of a step
 makes of a token."""
 

@@ -195,7 +195,7 @@ def grouped_in_blocks(
         # The barrier ties the kernels to the iteration: XLA:CPU slices bfloat16 by way of float32 and would convert all
         # experts ahead of the loop.
         index, gate_ups, downs = jax.lax.optimization_barrier((index, gate_up, down))
-        expert = jnp.searchsorted(last, index, side="right")
+        expert = jnp.searchsorted(last, index, side="right", method="compare_all")
         start = shift[expert] + index * block
         rows, weight = (jax.lax.dynamic_slice_in_dim(each, start, block) for each in (tokens, weights))
         y = project(swiglu(project(x[rows], gate_ups[layer, expert])).astype(x.dtype), downs[layer, expert])

@@ -524,9 +524,9 @@ def share(
     """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block."""
     is_step = jnp.arange(len(counts)) < steps
     done = jnp.cumsum(jnp.where(is_step, counts, 0))
-    cuts = jnp.searchsorted(done, done[-1] * jnp.arange(1, cores) // cores)
+    cuts = jnp.searchsorted(done, done[-1] * jnp.arange(1, cores) // cores, method="compare_all")
     ascending = jnp.where(is_step, query_block, len(counts))
-    cuts = jnp.searchsorted(ascending, ascending[cuts])
+    cuts = jnp.searchsorted(ascending, ascending[cuts], method="compare_all")
     return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
 
 

@@ -162,7 +162,9 @@ def _prefill(
     seq_tiles = jnp.where(is_long & (starts < ends), -(-ends // block) - first_block, 0)
     tile_ends = jnp.cumsum(seq_tiles)
     tile = jnp.arange(blocks + min(len(starts), tokens // 2), dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32), len(starts) - 1)
+    seq = jnp.minimum(
+        jnp.searchsorted(tile_ends, tile, side="right", method="compare_all").astype(jnp.int32), len(starts) - 1
+    )
     query_block = first_block[seq] + tile - (tile_ends - seq_tiles)[seq]
     first_token, context = query_block * block, batch.context_lens[seq]
     position = context - ends[seq] + first_token
@@ -182,7 +184,9 @@ def _prefill(
     out, lse = out.reshape(-1, heads, rank)[:tokens], lse.reshape(-1, heads)[:tokens]
 
     token = jnp.arange(tokens)
-    owner = jnp.clip(jnp.searchsorted(batch.query_starts, token, side="right") - 1, 0, len(starts) - 1)
+    owner = jnp.clip(
+        jnp.searchsorted(batch.query_starts, token, side="right", method="compare_all") - 1, 0, len(starts) - 1
+    )
     is_written = is_long[owner] & (token >= starts[owner]) & (token < ends[-1])
     return jnp.where(is_written[:, None, None], out, 0), jnp.where(is_written[:, None], lse, -jnp.inf)
 

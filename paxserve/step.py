@@ -233,7 +233,7 @@ def _locate_tokens(inputs: StepInputs) -> tuple[Int[Array, "tokens"], Int[Array,
     indices = jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
     starts = inputs.query_starts
     valid = indices < starts[-1]
-    rows = jnp.searchsorted(starts[1:], indices, side="right").astype(jnp.int32)
+    rows = jnp.searchsorted(starts[1:], indices, side="right", method="compare_all").astype(jnp.int32)
     rows = jnp.where(valid, rows, 0)
     positions = inputs.context_lens[rows] - starts[rows + 1] + indices
     return rows, jnp.where(valid, positions, 0), valid
