@@ -19,7 +19,6 @@ PLANS = (
     ("llama-3.1-405b", "v5p:4x4x4", 8192, []),
     ("deepseek-v3", "v5p:4x4x4", 8192, ["--weight-dtype", "bfloat16"]),
     ("deepseek-v3", "v5p:4x4x4", 8192, ["--weight-dtype", "fp8"]),
-    ("deepseek-v3", "v5p:4x4x4", 131072, ["--weight-dtype", "fp8"]),
     ("llama-3.1-8b", "h100:1", 8192, []),
 )
 HEAD = """\
