@@ -145,7 +145,7 @@ def attend(
                 dims = (((1,), (contracted,)), ((), ()))
                 return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)
 
-            def hidden(first: int, n: int, alias: int = 0) -> Any:
+            def hidden(first: Any, n: int, alias: int = 0) -> Any:
                 """The rows from `first` on, at an address that the compiler does not know, and another for each `alias`."""
                 return pl.ds(pl.multiple_of(jnp.minimum(number + alias, 0) * n + first, n), n)
 
@@ -199,13 +199,14 @@ def attend(
                 tile, part = chains[chain]
                 for i, c in enumerate(range(0, rank, value_columns)):
                     w = [ref[hidden(0, part_rows, i)] for ref in weights[chain]]
-                    y = sum(dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
+                    first, second = (dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
+                    y = first + second
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
-                    for first, n in _cut(part_rows, VALUE_ROWS):
-                        here = tile, hidden(part.start + first, n), pl.ds(c, value_columns)
-                        fade = _repeat(fades[chain][hidden(first, n)], value_columns)
-                        acc[here] = acc[here] * fade + y[first : first + n]
+                    for row, n in _cut(part_rows, VALUE_ROWS):
+                        here = tile, hidden(part.start + row, n), pl.ds(c, value_columns)
+                        fade = _repeat(fades[chain][hidden(row, n)], value_columns)
+                        acc[here] = acc[here] * fade + y[row : row + n]
 
             highest = []
             for pair in (order[i : i + 2] for i in order[::2]):
