@@ -129,10 +129,10 @@ def apply_experts(
     args = x, weights.reshape(-1)[order], order, sizes, layer, gate_up, down
     # About an expert's share, for most experts to need one block. A block of 8 rows costs little more than one of 1.
     block = min(max(8, 1 << (len(order) // (num_experts or len(sizes))).bit_length()), 256)
-    in_blocks = functools.partial(grouped_in_blocks, block)
+    in_blocks, on_cpu = (functools.partial(grouped_in_blocks, block, sum_at_end=cpu) for cpu in (False, True))
     if isinstance(gate_up, BlockScaled):  # a ragged dot would want all experts dequantised
-        return in_blocks(*args)
-    return jax.lax.platform_dependent(*args, cpu=in_blocks, tpu=in_blocks, default=grouped_ragged)
+        return jax.lax.platform_dependent(*args, cpu=on_cpu, default=in_blocks)
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, tpu=in_blocks, default=grouped_ragged)
 
 
 def grouped_ragged(
@@ -153,8 +153,15 @@ def grouped_ragged(
     rows = x[order // (len(order) // len(x))]  # [tokens_k, embed]
     gates_ups = _ragged_dot(rows, gate_up[layer].reshape(experts, 2 * width, embed), sizes)
     y = _ragged_dot(swiglu(gates_ups.reshape(-1, 2, width)).astype(x.dtype), down[layer], sizes)
-    y = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], y * weights[:, None], 0)
-    return jnp.sum(y[jnp.argsort(order)].reshape(len(x), -1, embed), axis=1)
+    return sum_pairs(y * weights[:, None], order, sizes, len(x))
+
+
+def sum_pairs(
+    y: Float[Array, "tokens_k embed"], order: Int[Array, "tokens_k"], sizes: Int[Array, "experts"], tokens: int
+) -> Float[Array, "tokens embed"]:
+    """Each token's sum over its pairs; `order` and `sizes` as in `grouped_ragged`."""
+    y = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], y, 0)
+    return jnp.sum(y[jnp.argsort(order)].reshape(tokens, -1, y.shape[1]), axis=1)
 
 
 def _ragged_dot(rows: Array, kernels: Array, sizes: Array) -> Array:
@@ -177,11 +184,14 @@ def grouped_in_blocks(
     layer: Int[Array, ""] | int,
     gate_up: Kernel,
     down: Kernel,
+    *,
+    sum_at_end: bool,
 ) -> Float[Array, "tokens embed"]:
     """As `grouped_ragged`, by a loop over blocks of `block` pairs that have one expert; experts without tokens cost nothing.
 
     For XLA:CPU, where a ragged dot multiplies every row by every expert, and for TPU, where it copies all kernels to
-    have them in-major. A device that has few of the experts touches its own pairs' rows alone.
+    have them in-major. A block is added to its tokens' sums at once, so a device that has few of the experts touches its
+    own pairs' rows alone; XLA:CPU's scatters are slow, so there blocks are stored, and summed at the end.
     """
     blocks = -(-sizes // block)  # [experts]
     last = jnp.cumsum(blocks)  # [experts], the block after an expert's last
@@ -199,8 +209,13 @@ def grouped_in_blocks(
         start = shift[expert] + index * block
         rows, weight = (jax.lax.dynamic_slice_in_dim(each, start, block) for each in (tokens, weights))
         y = project(swiglu(project(x[rows], gate_ups[layer, expert])).astype(x.dtype), downs[layer, expert])
+        y *= weight[:, None]
+        if sum_at_end:  # what an expert's last block has of the next one's is overwritten
+            return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
         # What an expert's last block has of the next one's is dropped.
         rows = jnp.where(start + jnp.arange(block) < ends[expert], rows, len(x) + jnp.arange(block))
-        return out.at[rows].add(y * weight[:, None], mode="drop", unique_indices=True)
+        return out.at[rows].add(y, mode="drop", unique_indices=True)
 
-    return jax.lax.fori_loop(0, last[-1], body, jnp.zeros(x.shape, jnp.float32))
+    rows = len(tokens) if sum_at_end else len(x)
+    out = jax.lax.fori_loop(0, last[-1], body, jnp.zeros((rows, x.shape[1]), jnp.float32))
+    return sum_pairs(out[: len(order)], order, sizes, len(x)) if sum_at_end else out

@@ -61,14 +61,26 @@ def expert(x, e):
 
 
 @pytest.mark.parametrize(
-    "grouped", [functools.partial(grouped_in_blocks, 8), functools.partial(grouped_in_blocks, 64), grouped_ragged]
+    "grouped",
+    [
+        *(
+            functools.partial(grouped_in_blocks, block, sum_at_end=sum_at_end)
+            for block in (8, 64)
+            for sum_at_end in (False, True)
+        ),
+        grouped_ragged,
+    ],
 )
 @pytest.mark.parametrize(
     "sizes", [[1, 0, 0, 0, 0, 0], [0, 3, 0, 1, 0, 2], [0, 0, 0, 0, 0, 9], [8, 8, 0, 17, 15, 0], [40, 1, 0, 97, 0, 70]]
 )
 def test_each_group_has_its_expert(grouped, sizes):
-    rows = random(sum(sizes), EMBED)
-    expected = np.concatenate([expert(part, e) for e, part in enumerate(np.split(rows, np.cumsum(sizes)[:-1]))])
+    elsewhere = 3  # pairs whose experts another device has
+    rows = random(sum(sizes) + elsewhere, EMBED)
+    groups = np.split(rows[:-elsewhere], np.cumsum(sizes)[:-1])
+    expected = np.concatenate(
+        [*(expert(group, e) for e, group in enumerate(groups)), np.zeros((elsewhere, EMBED), np.float32)]
+    )
     weights, order = random(len(rows), seed=2), np.random.default_rng(3).permutation(len(rows))
     expected = (weights[:, None] * expected)[np.argsort(order)]
     found = jax.jit(grouped)(rows[np.argsort(order)], weights, order, jnp.array(sizes, jnp.int32), LAYER, GATE_UP, DOWN)
