@@ -87,7 +87,8 @@ class Work:
     first_key, end_key: the range of keys that its rows see; empty for a tile without work. These three are counted from
         the sequence's first page in the block table, and negative before it.
     first_row, end_row: the range of rows that are its sequence's.
-    query_block [steps]: which rows of queries and output a step reads and writes, ascending.
+    query_block [steps]: which rows of queries and output a step reads and writes, ascending. Of latents [tiles]: which a tile
+        reads and writes, those of one block in a row.
     steps: the number of steps with work; the arrays may be longer.
     """
 
@@ -97,7 +98,7 @@ class Work:
     end_key: Int32[Array, "tiles"]
     first_row: Int32[Array, "tiles"]
     end_row: Int32[Array, "tiles"]
-    query_block: Int32[Array, "steps"]
+    query_block: Int32[Array, "steps_or_tiles"]
     steps: Int32[Array, ""]
 
 
@@ -521,12 +522,11 @@ def attend(
 def share(
     counts: Int32[Array, "steps"], query_block: Int32[Array, "steps"], steps: Int32[Array, ""], cores: int
 ) -> Int32[Array, "cores_plus_1"]:
-    """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block."""
-    is_step = jnp.arange(len(counts)) < steps
-    done = jnp.cumsum(jnp.where(is_step, counts, 0))
+    """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block in a row."""
+    done = jnp.cumsum(jnp.where(jnp.arange(len(counts)) < steps, counts, 0))
     cuts = jnp.searchsorted(done, done[-1] * jnp.arange(1, cores) // cores, method="compare_all")
-    ascending = jnp.where(is_step, query_block, len(counts))
-    cuts = jnp.searchsorted(ascending, ascending[cuts], method="compare_all")
+    blocks = jnp.cumsum(jnp.diff(query_block, prepend=query_block[:1]) != 0)
+    cuts = jnp.minimum(jnp.searchsorted(blocks, blocks[cuts], method="compare_all"), steps)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
 
 
@@ -537,12 +537,17 @@ def own_step(bounds: Any, cores: int) -> tuple[Array, Array | int]:
     return bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
 
 
-def own_block(core: Array, i: Array, bounds: Any, query_block: Any, cores: int, idle: int) -> Array:
-    """The rows of queries and output of a core's `i`-th step, its last if there are fewer; `idle` if there are none."""
+def own_index(core: Array, i: Array, bounds: Any, cores: int) -> Array:
+    """A core's `i`-th step, its last if there are fewer; any if there are none."""
     if cores == 1:
-        return query_block[i]
-    first, end = bounds[core], bounds[core + 1]
-    return jnp.where(first < end, query_block[jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))], idle)
+        return i
+    return jnp.maximum(jnp.minimum(bounds[core] + i, bounds[core + 1] - 1), 0)
+
+
+def own_block(core: Array, i: Array, bounds: Any, query_block: Any, cores: int, idle: int) -> Array:
+    """The rows of queries and output of `own_index`; `idle` if a core has no steps."""
+    block = query_block[own_index(core, i, bounds, cores)]
+    return block if cores == 1 else jnp.where(bounds[core] < bounds[core + 1], block, idle)
 
 
 def cores_per_device() -> int:

@@ -1,8 +1,9 @@
 """Paged latent attention on TPU, in Pallas: arranges a ragged batch into the tiles that `mosaic_tpu_mla_kernel` computes.
 
-As for grouped-query attention (`mosaic_tpu`), sequences with one query token are tiles of their own, in descending order
-of context, and longer queries stay where they are, cut into blocks of about `query_rows` rows: a tile is what one sequence
-has of one block. All heads read the same keys, so a tile's rows are all heads of its tokens.
+All heads read the same keys, so a tile's rows are all heads of some tokens. Sequences with one query token are tiles of
+their own, in descending order of context, so that those computed side by side are of like length. Longer queries are cut
+into blocks of about `query_rows` rows: a tile is what one sequence has of one block. Queries and outputs stay where they
+are, whatever the order of tiles: the kernel copies each tile's rows itself.
 
 Block sizes are tuned (`tuning.py`). Of decodes: decodes that are computed side by side; decode_keys of a block of all of them.
 Of longer queries: query_rows of a tile, at least one token's; query_keys of a block; parts of a tile's rows that are
@@ -11,21 +12,17 @@ computed side by side. Of both: slots, blocks in VMEM.
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import Scale, keys_before, latent_page_size, load, pair
 from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW, Work, cores_per_device
 from paxserve.pallas_kernels.mosaic_tpu_mla_kernel import Shape, attend, matrix_columns
 from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
-
-Compute = Callable[[Shape, Array, Work], tuple[Array, Array]]
-"""Of `Shape.rank` values per row and a log-sum-exp, from the rows of tiles, all as `attend` says."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,19 @@ class Batch:
     def keys_before(self, position: Int[Array, "tiles"], seq: Int[Array, "tiles"]) -> Int[Array, "tiles"]:
         """How many keys of sequence `seq` before `position` are here."""
         return keys_before(position, self.page_size, self.page_stride, self.page_offset[seq])
+
+    def first_computed(self) -> Int[Array, "seqs"]:
+        """Of each sequence's tokens the first that sees a key of the pages here; its end if none does."""
+        starts, ends = self.query_starts[:-1], self.query_starts[1:]
+        return jnp.clip(ends - self.context_lens + self.page_offset * self.page_size, starts, ends)
+
+    def computed(self, tokens: int) -> tuple[Bool[Array, "tokens"], Bool[Array, "tokens"]]:
+        """(which tokens are their sequence's only one, which are in a tile: those that see keys)."""
+        token = jnp.arange(tokens)
+        owner = jnp.searchsorted(self.query_starts, token, side="right", method="compare_all") - 1
+        owner = jnp.clip(owner, 0, len(self.context_lens) - 1)
+        is_computed = (token >= self.first_computed()[owner]) & (token < self.query_starts[-1])
+        return jnp.diff(self.query_starts)[owner] == 1, is_computed
 
     def block_pages(self, keys: int) -> int:
         """Pages of a block of about `keys` keys; blocks much longer than a block table are of no use."""
@@ -69,7 +79,6 @@ def mla_paged_attention(
     latent_pages = load(latent_pages)
     if latent_pages.ndim == 3:
         latent_pages = pair(latent_pages, rank)
-    q = jnp.concatenate([q_latent, q_rope, q_rope], axis=-1)
     offset = jnp.zeros(len(block_tables), jnp.int32) if page_offset is None else page_offset
     batch = Batch(
         context_lens.astype(jnp.int32),
@@ -79,22 +88,6 @@ def mla_paged_attention(
         page_stride,
         block_tables.shape[1],
     )
-
-    def compute(shape: Shape, rows: Array, work: Work) -> tuple[Array, Array]:
-        out, lse = attend(
-            rows,
-            latent_pages,
-            block_tables,
-            work,
-            shape=shape,
-            scale=jnp.float32(scale if k_scale is None else scale * k_scale),
-            soft_cap=soft_cap,
-            cores=cores_per_device(),
-            columns=matrix_columns(shape.rows // shape.parts),
-            interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
-        )
-        return out[: len(rows)], lse[: len(rows), :, 0]
-
     tuned = functools.partial(
         block_sizes,
         device_kind=target().device_kind,
@@ -103,25 +96,51 @@ def mla_paged_attention(
         page_size=page_size,
         itemsize=latent_pages.dtype.itemsize,
     )
-    out, lse = jnp.zeros_like(q_latent), jnp.full((tokens, heads), -jnp.inf)
+    rows = -(-heads // 8) * 8  # of a token
+    decode, decodes = _decode(rows, rank, batch, tuned("mosaic_tpu mla decode"))
+    prefill, prefills = _prefill(tokens, rows, rank, batch, tuned("mosaic_tpu mla prefill"))
+    block = 1 if max_query_len == 1 else prefill.rows // rows  # of tokens
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    q = jnp.pad(q, ((0, -tokens % block), (0, rows - heads), (0, 0)))
+
+    def compute(shape: Shape, work: Work, out: Array | None) -> tuple[Array, Array]:
+        """By token; of those that are not in `work` the outputs are those in `out`, or undefined."""
+
+        def in_tiles(x: Array) -> Array:
+            return x.reshape(-1, shape.rows, x.shape[-1])
+
+        out, lse = attend(
+            in_tiles(q),
+            latent_pages,
+            block_tables,
+            work,
+            None if out is None else in_tiles(out),
+            shape=shape,
+            scale=jnp.float32(scale if k_scale is None else scale * k_scale),
+            soft_cap=soft_cap,
+            cores=cores_per_device(),
+            columns=matrix_columns(shape.rows // shape.parts),
+            interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
+        )
+        lse = lse.reshape(len(lse), -1)[:, : shape.rows]
+        return out.reshape(-1, rows, rank), lse.reshape(-1, rows)
+
+    out, lse = None, None
     if max_query_len != 1:
-        out, lse = _prefill(compute, q, rank, batch, tuned("mosaic_tpu mla prefill"))
-    token, token_out, token_lse = _decode(compute, q, rank, batch, tuned("mosaic_tpu mla decode"))
-    out, lse = out.at[token].set(token_out, mode="drop"), lse.at[token].set(token_lse, mode="drop")
-    return (out if k_scale is None else (out * k_scale).astype(out.dtype)), lse
+        out, lse = compute(prefill, prefills, None)
+    out, decode_lse = compute(decode, decodes, out)
+    is_decode, is_computed = batch.computed(tokens)
+    lse = decode_lse if lse is None else jnp.where(jnp.pad(is_decode, (0, len(lse) - tokens))[:, None], decode_lse, lse)
+    out, lse = out[:tokens, :heads], lse[:tokens, :heads]
+    out = jnp.where(is_computed[:, None, None], out if k_scale is None else (out * k_scale).astype(out.dtype), 0)
+    return out, jnp.where(is_computed[:, None], lse, -jnp.inf)
 
 
-def _decode(
-    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch, sizes: dict[str, int]
-) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads rank"], Float32[Array, "tiles heads"]]:
-    """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
-    tokens, heads, _ = q.shape
+def _decode(rows: int, rank: int, batch: Batch, sizes: dict[str, int]) -> tuple[Shape, Work]:
+    """Of the sequences with one query token."""
     seqs = len(batch.context_lens)
-    rows = -(-heads // 8) * 8
     tiles = min(sizes["decodes"], seqs)
     block_pages = batch.block_pages(sizes["decode_keys"] // tiles)
-    shape = Shape(rank, rows, rows, tiles, 1, block_pages, sizes["slots"], batch.page_stride)
-
     context = jnp.where(jnp.diff(batch.query_starts) == 1, batch.context_lens, 0)
     keys = jnp.pad(batch.keys_before(context, jnp.arange(seqs)), (0, -seqs % tiles))
     order = jnp.argsort(-keys).astype(jnp.int32)
@@ -134,31 +153,23 @@ def _decode(
         end_key=keys,
         first_row=jnp.zeros_like(seq),
         end_row=jnp.full_like(seq, rows),
-        query_block=jnp.arange(len(seq) // tiles, dtype=jnp.int32),
+        query_block=batch.query_starts[seq],
         steps=-(-jnp.sum(keys > 0) // tiles),
     )
-    token = batch.query_starts[seq]
-    out, lse = compute(shape, jnp.pad(q[token], ((0, 0), (0, rows - heads), (0, 0))), work)
-    return jnp.where(keys > 0, token, tokens), out[:, :heads], lse[:, :heads]
+    return Shape(rank, rows, rows, tiles, 1, block_pages, sizes["slots"], batch.page_stride), work
 
 
-def _prefill(
-    compute: Compute, q: Float[Array, "tokens heads query_dim"], rank: int, batch: Batch, sizes: dict[str, int]
-) -> tuple[Float[Array, "tokens heads rank"], Float32[Array, "tokens heads"]]:
-    """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
-    tokens, heads, query_dim = q.shape
-    parts = sizes["parts"]
-    unit = 16 * parts // math.gcd(16 * parts, heads)  # of tokens, so that parts begin at memory tiles
+def _prefill(tokens: int, heads: int, rank: int, batch: Batch, sizes: dict[str, int]) -> tuple[Shape, Work]:
+    """Of the sequences with two or more query tokens."""
+    unit = 16 * sizes["parts"] // math.gcd(16 * sizes["parts"], heads)  # of tokens, so that parts begin at memory tiles
     block = min(max(sizes["query_rows"] // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
     blocks, rows = -(-tokens // block), block * heads
     block_pages = batch.block_pages(sizes["query_keys"])
-    shape = Shape(rank, rows, heads, 1, parts, block_pages, sizes["slots"], batch.page_stride)
+    shape = Shape(rank, rows, heads, 1, sizes["parts"], block_pages, sizes["slots"], batch.page_stride)
 
-    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
-    is_long = ends - starts > 1
-    # Tokens before the first that sees a key of the pages here are in no tile.
-    starts = jnp.clip(ends - batch.context_lens + batch.page_offset * batch.page_size, starts, ends)
+    starts, ends = batch.first_computed(), batch.query_starts[1:]
     first_block = starts // block
+    is_long = jnp.diff(batch.query_starts) > 1
     seq_tiles = jnp.where(is_long & (starts < ends), -(-ends // block) - first_block, 0)
     tile_ends = jnp.cumsum(seq_tiles)
     tile = jnp.arange(blocks + min(len(starts), tokens // 2), dtype=jnp.int32)
@@ -179,16 +190,7 @@ def _prefill(
         query_block=jnp.where(is_tile, query_block, 0),
         steps=tile_ends[-1],
     )
-    padded = jnp.pad(q, ((0, blocks * block - tokens), (0, 0), (0, 0)))
-    out, lse = compute(shape, padded.reshape(blocks, rows, query_dim), work)
-    out, lse = out.reshape(-1, heads, rank)[:tokens], lse.reshape(-1, heads)[:tokens]
-
-    token = jnp.arange(tokens)
-    owner = jnp.clip(
-        jnp.searchsorted(batch.query_starts, token, side="right", method="compare_all") - 1, 0, len(starts) - 1
-    )
-    is_written = is_long[owner] & (token >= starts[owner]) & (token < ends[-1])
-    return jnp.where(is_written[:, None, None], out, 0), jnp.where(is_written[:, None], lse, -jnp.inf)
+    return shape, work
 
 
 def _power_of_two(most: int) -> int:

@@ -5,6 +5,10 @@ tokens. A grid step computes `Shape.tiles` of them side by side, each over its o
 matmul - maximum - exp - matmul overlap; a prompt's rows are cut into `Shape.parts` for the same end. Steps are as many as
 have work: the grid's size is a value of the batch. Two cores share them as in `mosaic_tpu_kernel`.
 
+Rows. A tile's queries are a block of `q`, wherever it lies, and its output goes to the same block: the tiles of a step are
+inputs with index maps of their own, and `mosaic_tpu_results` copies outputs. So nothing is gathered or scattered outside,
+and two calls can fill one output.
+
 Buffers. Pages are *paired* (`layout`): a row holds the latents of tokens `t` and `t + 8`, then their RoPE parts, in whole
 lanes and without padding. `mosaic_tpu_stream` copies them into `buffer[slot, tile, page]`, ahead of their use. The same
 rows are keys and values, and both matmuls read them as they lie: `load` takes the lanes of one half's latents. One matmul
@@ -42,11 +46,14 @@ from paxserve.pallas_kernels.mosaic_tpu_kernel import (
     MASKED,
     VMEM_LIMIT,
     Work,
-    own_block,
+    own_index,
     own_step,
     share,
 )
+from paxserve.pallas_kernels.mosaic_tpu_results import Results
+from paxserve.pallas_kernels.mosaic_tpu_results import scratch as results_scratch
 from paxserve.pallas_kernels.mosaic_tpu_stream import (
+    END_KEY,
     END_ROW,
     FIRST_ROW,
     POSITION,
@@ -84,10 +91,11 @@ class Shape:
 
 
 def attend(
-    q: Float[Array, "tiles rows query_dim"],
+    q: Float[Array, "blocks rows cached_dim"],
     latent_pages: Num[Array, "pages groups 8 two_cached_dim"],
     block_tables: Int[Array, "seqs max_pages"],
     work: Work,
+    into: Float[Array, "blocks rows rank"] | None,
     *,
     shape: Shape,
     scale: Float[Array, ""],
@@ -95,13 +103,14 @@ def attend(
     cores: int = 1,
     columns: int = 256,
     interpret: Any = False,
-) -> tuple[Float[Array, "more_tiles rows rank"], Float32[Array, "more_tiles rows 128"]]:
-    """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
+) -> tuple[Float[Array, "blocks rows rank"], Float32[Array, "blocks n 128"]]:
+    """Attention of the tiles in `work`. In a block without tiles the output is what `into` has there, or undefined.
 
-    A row of `q` is a head's latent query and twice its RoPE part. `work.position` is counted from the first token of the
+    A row of `q` is a head's latent query and its RoPE part. `work.position` is counted from the first token of the
     page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
-    Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes; with two cores, of some more
-    tiles. Of keys and of the output, `columns` are computed at a time.
+    Returns the output in q's dtype and the log-sum-exp of the logits, row `r`'s in [r // 128, r % 128]. Undefined are rows
+    of a block that are no tile's, and the latter in blocks without tiles. Of keys and of the output, `columns` are
+    computed at a time.
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
@@ -116,14 +125,15 @@ def attend(
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def kernel(
-        items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_ref: Any, key: Any,
-        pages_ref: Any, out: Any, lse: Any, top: Any, total: Any, acc: Any, position: Any, q_ropes: Any, logits: Any,
-        maxima: Any, fades: Any, weights: Any, buffer: Any, *scratch: Any,
+        items: Any, counts: Any, bounds: Any, query_block: Any, factor: Any, tables: Any, q_refs: Any, key: Any,
+        pages_ref: Any, _into: Any, outputs: Any, log_sums: Any, top: Any, total: Any, acc: Any, position: Any,
+        q_ropes: Any, logits: Any, maxima: Any, fades: Any, weights: Any, results: Any, buffer: Any, *scratch: Any,
     ) -> None:  # fmt: skip
-        del query_block  # for the block specs
         step, end = own_step(bounds, cores)
         sizes = tiles, page_size, block_pages, shape.slots, end
         stream = Stream(*sizes, items, counts, tables, pages_ref, buffer, *scratch)
+        out, lse = results[0]
+        copies = Results(tiles, query_block, (outputs, log_sums), *results)
 
         def clear(slot: Array, tile: int, page: Array, keys: Array | int) -> None:
             """Zero a page but for its first `keys` keys."""
@@ -163,7 +173,7 @@ def attend(
                 runs = [(h, c) for h in range(2) for c in range(0, half, key_columns)]
                 highest = []
                 for i, (h, c) in enumerate(runs):
-                    q = q_ref[tile, hidden(part.start, part_rows, c // key_columns) if c else part, :rank]
+                    q = q_refs[tile][0, hidden(part.start, part_rows, c // key_columns) if c else part, :rank]
                     y = dot(q, load(tile, h * rank, rank)[c : c + key_columns], 1)
                     keys = pl.ds(c, key_columns)
                     for k, (first, n) in enumerate(_cut(part_rows, LOGIT_ROWS)):
@@ -223,49 +233,61 @@ def attend(
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
             row_number = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
-            is_first = lax.broadcasted_iota(jnp.int32, (rows, 2 * rope), 1) < rope
             for tile in range(tiles):
-                q_rope = q_ref[tile, :, rank:]
-                q_ropes[0, tile] = jnp.where(is_first, q_rope, jnp.zeros_like(q_rope))
-                q_ropes[1, tile] = jnp.where(is_first, jnp.zeros_like(q_rope), q_rope)
+                q_rope = q_refs[tile][0, :, rank:]
+                q_ropes[0, tile] = jnp.concatenate([q_rope, jnp.zeros_like(q_rope)], axis=1)
+                q_ropes[1, tile] = jnp.concatenate([jnp.zeros_like(q_rope), q_rope], axis=1)
                 position[tile] = stream.field(POSITION, step * tiles + tile) + row_number // shape.heads
 
             @pl.loop(0, counts[step])
             def _(number: Array) -> None:
                 compute(number, stream.take(step, number, clear))
 
+            mine = copies.open(step, pl.program_id(1) == 0)
             for tile in range(tiles):
                 item = step * tiles + tile
                 weight = total[tile].sum(1, keepdims=True)
                 y = acc[tile] / weight
                 log = (top[tile] + jnp.log2(weight)) * math.log(2)
-                if shape.heads < rows:  # the other rows are those of tiles before and after
-                    row = row_number[:, :1]
-                    is_own = (row >= stream.field(FIRST_ROW, item)) & (row < stream.field(END_ROW, item))
-                    y = jnp.where(is_own, y, out[tile].astype(jnp.float32))
-                    log = jnp.where(is_own, log, lse[tile])
-                out[tile], lse[tile] = y.astype(dtype), log
 
-        pl.when(pl.program_id(1) == 0)(lambda: stream.start(step))
+                def is_own(row: Array, item: Array = item) -> Array:
+                    return (row >= stream.field(FIRST_ROW, item)) & (row < stream.field(END_ROW, item))
+
+                if shape.heads < rows:  # the other rows are those of tiles before and after
+                    y = jnp.where(is_own(row_number[:, :1]), y, out[mine, tile].astype(jnp.float32))
+                out[mine, tile] = y.astype(dtype)
+                for i, first in enumerate(range(0, rows, LANES)):
+                    some = log[first : first + LANES]
+                    row, lane = (lax.broadcasted_iota(jnp.int32, some.shape, axis) for axis in range(2))
+                    in_lanes = jnp.where(row == lane, some, 0.0).sum(0, keepdims=True)
+                    if shape.heads < rows:
+                        in_lanes = jnp.where(is_own(first + lane[:1]), in_lanes, lse[mine, tile, i : i + 1])
+                    lse[mine, tile, i : i + 1] = in_lanes
+            has_work = [stream.field(END_KEY, step * tiles + tile) > 0 for tile in range(tiles)]
+            copies.close(step, step == end - 1, has_work)
+
+        @pl.when(pl.program_id(1) == 0)
+        def _() -> None:
+            stream.start(step)
+            copies.start()
+
         pl.when(cores == 1 or step < end)(attend_step)
 
     items, counts = plan(work, tiles, page_size, block_pages)
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    bounds = share(counts, work.query_block, work.steps, cores)
+    bounds = share(counts, work.query_block[::tiles], work.steps, cores)
     scalars = items, counts, bounds, work.query_block, jnp.reshape(factor, 1)
     # Positions of a block's keys, from that of the first; those in second halves in the second row.
     keys = jnp.arange(block_pages)[:, None] * key_step + jnp.arange(page_size)
     keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
 
-    spare_tiles = tiles * (cores > 1)  # tiles that a core without steps writes
-    idle = len(q) // tiles * (cores > 1)
-
-    def per_step(last: int, idle: int) -> pl.BlockSpec:
+    def queries(tile: int) -> pl.BlockSpec:
         def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
-            return own_block(core, i, bounds, query_block, cores, idle), 0, 0
+            return query_block[own_index(core, i, bounds, cores) * tiles + tile], 0, 0
 
-        return pl.BlockSpec((tiles, rows, last), index)
+        return pl.BlockSpec((1, rows, q.shape[2]), index)
 
+    results = ((rows, rank), dtype), ((-(-rows // LANES), LANES), jnp.float32)
     chains = tiles * shape.parts
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -273,8 +295,14 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
-            in_specs=[in_hbm, per_step(q.shape[2], 0), pl.BlockSpec((2, half), lambda *_: (0, 0)), in_hbm],
-            out_specs=[per_step(rank, idle), per_step(LANES, idle)],
+            in_specs=[
+                in_hbm,
+                [queries(tile) for tile in range(tiles)],
+                pl.BlockSpec((2, half), lambda *_: (0, 0)),
+                in_hbm,
+                None if into is None else in_hbm,
+            ],
+            out_specs=[in_hbm, in_hbm],
             scratch_shapes=[
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
                 pltpu.VMEM((tiles, rows, LANES), jnp.float32),
@@ -285,13 +313,15 @@ def attend(
                 [[pltpu.VMEM((n, lanes), jnp.float32) for _, n in _cut(part_rows, LOGIT_ROWS)]] * chains,
                 [pltpu.VMEM((part_rows, LANES), jnp.float32)] * chains,
                 [[pltpu.VMEM((part_rows, half), dtype)] * 2] * chains,
+                [
+                    [pltpu.VMEM((2, tiles, *size), kind) for size, kind in results],
+                    *results_scratch(tiles),
+                ],
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((len(q) + spare_tiles, rows, rank), dtype),
-            jax.ShapeDtypeStruct((len(q) + spare_tiles, rows, LANES), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((len(q), *size), kind) for size, kind in results],
+        input_output_aliases={} if into is None else {len(scalars) + 1 + tiles + 2: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
@@ -300,7 +330,7 @@ def attend(
         ),
         interpret=interpret,
         name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
-    )(*scalars, pad_tables(block_tables), q, keys, latent_pages)
+    )(*scalars, pad_tables(block_tables), [q] * tiles, keys, latent_pages, into)
 
 
 def matrix_columns(rows: int) -> int:
