@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int
@@ -17,6 +18,7 @@ from jaxtyping import Array, Int
         "context_lens",
         "query_starts",
         "page_offset",
+        "schedule",
     ],
     meta_fields=["num_pages", "page_stride", "max_query_len", "attention"],
 )
@@ -33,6 +35,7 @@ class AttentionBatch:
     block_tables: the pages of each sequence in order; on such a mesh those that this device holds.
     context_lens: tokens of each sequence including this step's.
     page_offset: of each sequence, the number of its first page in the block table; None for 0.
+    schedule: what `schedule_attention` makes of the batch, for all layers to share (None: each makes its own).
     num_pages: pages of one layer (static).
     page_stride: entries of a block table are this many pages apart (static): the devices that a sequence is dealt over.
     max_query_len: upper bound on a sequence's tokens in this step, 1 for a pure decode step (static; None: no bound).
@@ -47,6 +50,7 @@ class AttentionBatch:
     query_starts: Int[Array, "seqs_plus_1"]
     num_pages: int
     page_offset: Int[Array, "seqs"] | None = None
+    schedule: Any = None
     page_stride: int = 1
     max_query_len: int | None = None
     attention: str | None = None

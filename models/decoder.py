@@ -3,6 +3,7 @@
 A family of models is a subclass that names its attention and says how its pages lie.
 """
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -108,6 +109,10 @@ class Decoder(nnx.Module):
         """Shape of the one array that holds every layer's `num_pages` KV pages on a platform, with all KV heads."""
         raise NotImplementedError
 
+    def schedule(self, x: Float[Array, "tokens embed"], kv_pages: KVPages, batch: AttentionBatch) -> Any:
+        """What the layers, whose input is like x, share of the attention's work; None for nothing."""
+        raise NotImplementedError
+
     def __call__(
         self, tokens: Int[Array, "tokens"], kv_pages: KVPages, batch: AttentionBatch
     ) -> tuple[Float[Array, "tokens embed"], KVPages]:
@@ -119,6 +124,8 @@ class Decoder(nnx.Module):
             x = self.embed(tokens)  # [tokens, embed]
         with jax.named_scope("rope_table"):
             rope = rope_table(self.config.rope, self.config.rope_dim, batch.positions)
+        with jax.named_scope("schedule"):
+            batch = dataclasses.replace(batch, schedule=self.schedule(x, kv_pages, batch))
         with jax.named_scope("layers"):
             run = self._scanned if self.scan_layers else self._unrolled
             x, kv_pages = run(x, kv_pages, batch, rope)

@@ -4,6 +4,8 @@ The decoder is the one of all our models. What is cached of a token is one laten
 values could be expanded, and one rotated key that all heads share (arXiv:2405.04434, section 2.1).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,9 +19,17 @@ from paxserve.models.layers import Linear, RMSNorm
 from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope, softmax_factor
-from paxserve.models.token_chunks import in_chunks
-from paxserve.pallas_kernels import mla_paged_attention, mla_pages_shape, pairs_latents, write_latent_pages
-from paxserve.sharding import axes_size, gather
+from paxserve.models.token_chunks import cut, in_chunks
+from paxserve.pallas_kernels import (
+    MLASizes,
+    latent_page_size,
+    mla_paged_attention,
+    mla_pages_shape,
+    pairs_latents,
+    schedule_attention,
+    write_latent_pages,
+)
+from paxserve.sharding import TENSOR, axes_size, gather
 
 QUERY_ROWS = 2**17
 """Tokens times query heads that attend at a time: their latent queries and outputs are several times what the rest of a step
@@ -90,7 +100,7 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("write_pages"):
             kv_pages = write_latent_pages(kv_pages, latent, k_rope, batch.token_pages + first_page, batch.token_offsets)
 
-        def attend(q_nope: Array, q_rope: Array, context_lens: Array, query_starts: Array) -> Array:
+        def attend(q_nope: Array, q_rope: Array, context_lens: Array, query_starts: Array, schedule: Any) -> Array:
             """Some tokens' values [tokens, heads of this device, v_head_dim]."""
             with jax.named_scope("absorb"):
                 k_b = kernel_value(self.k_b, self.k_b_scale)
@@ -110,13 +120,14 @@ class LatentAttention(nnx.Module):
                     max_query_len=batch.max_query_len,
                     page_stride=batch.page_stride,
                     page_offset=batch.page_offset,
+                    schedule=schedule,
                     implementation=batch.attention,
                 )
                 attended = merge_pages(attended, lse, 1)  # [tokens, heads of this device, kv_lora_rank]
             with jax.named_scope("expand"):
                 return _per_head("htr,hvr->htv", attended, kernel_value(self.v_b, self.v_b_scale))
 
-        values = in_chunks(attend, (q_nope, q_rope), batch, max(QUERY_ROWS // self.num_heads, 1))
+        values = in_chunks(attend, (q_nope, q_rope), batch, _most_tokens(self.num_heads))
         with jax.named_scope("out"):
             return self.out(values), kv_pages
 
@@ -132,6 +143,36 @@ class DeepSeek(Decoder):
         assert config.mla is not None
         sizes = config.num_layers, num_pages, page_size, config.mla.cached_dim
         return mla_pages_shape(*sizes, paired=pairs_latents(platform))
+
+    def schedule(self, x: Float[Array, "tokens embed"], kv_pages: KVPages, batch: AttentionBatch) -> Any:
+        """Of each chunk that `in_chunks` makes of the step."""
+        mla, heads = self.config.mla, self.config.num_heads
+        assert mla is not None
+        own_heads = heads // axes_size(TENSOR) * axes_size(PAGES)  # those that attend to the pages here
+        page_size = latent_page_size(kv_pages, mla.cached_dim)
+        size, context_lens, query_starts = cut(batch, len(x), _most_tokens(heads))
+
+        def schedule(context_lens: Array, query_starts: Array) -> Any:
+            return schedule_attention(
+                MLASizes(own_heads, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size),
+                context_lens,
+                query_starts,
+                tokens=size,
+                max_pages=batch.block_tables.shape[1],
+                dtypes=(x.dtype, kv_pages.dtype),
+                max_query_len=batch.max_query_len,
+                page_stride=batch.page_stride,
+                page_offset=batch.page_offset,
+                implementation=batch.attention,
+            )
+
+        make = schedule if size == len(x) else jax.vmap(schedule)
+        return make(context_lens, query_starts)
+
+
+def _most_tokens(heads: int) -> int:
+    """That attend at a time."""
+    return max(QUERY_ROWS // heads, 1)
 
 
 def _per_head(

@@ -4,6 +4,8 @@ A pre-norm decoder: RMSNorm, grouped-query attention (MHA and MQA are its two en
 gated MLP. What tells the families apart is `ModelConfig`: biases, norms of q and k, sliding windows, RoPE scaling.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +18,15 @@ from paxserve.models.layers import Linear, RMSNorm
 from paxserve.models.page_ranks import PAGES, merge_pages
 from paxserve.models.params import Declare
 from paxserve.models.rope import RopeTable, apply_rope
-from paxserve.pallas_kernels import gqa_pages_shape, paged_attention, stacks_kv, write_pages
+from paxserve.pallas_kernels import (
+    GQASizes,
+    gqa_pages_shape,
+    page_size_of,
+    paged_attention,
+    schedule_attention,
+    stacks_kv,
+    write_pages,
+)
 from paxserve.sharding import gather
 
 
@@ -86,6 +96,7 @@ class Attention(nnx.Module):
                 max_query_len=batch.max_query_len,
                 page_stride=batch.page_stride,
                 page_offset=batch.page_offset,
+                schedule=batch.schedule,
                 implementation=batch.attention,
             )  # [tokens, heads, head_dim]
             attended = merge_pages(attended, lse, 2)  # [tokens, heads, head_dim of this device]
@@ -104,3 +115,24 @@ class Llama(Decoder):
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:
         sizes = config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim
         return gqa_pages_shape(*sizes, stacked=stacks_kv(platform))
+
+    def schedule(self, x: Float[Array, "tokens embed"], kv_pages: KVPages, batch: AttentionBatch) -> Any:
+        """None for layers with different windows, whose work differs."""
+        config, kv_heads = self.config, kv_pages.shape[1]
+        window, *others = set(config.windows)
+        if others:
+            return None
+        page_size = page_size_of(kv_pages, config.head_dim)
+        return schedule_attention(
+            GQASizes(kv_heads * config.group, kv_heads, config.head_dim, page_size),
+            batch.context_lens,
+            batch.query_starts,
+            tokens=len(x),
+            max_pages=batch.block_tables.shape[1],
+            dtypes=(x.dtype, kv_pages.dtype),
+            window=window,
+            max_query_len=batch.max_query_len,
+            page_stride=batch.page_stride,
+            page_offset=batch.page_offset,
+            implementation=batch.attention,
+        )

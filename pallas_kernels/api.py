@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("reference", "xla", "numba_cpu", "mosaic_tpu", "mosaic_gpu")
 """The modules with implementations; each is imported when it is used."""
 
+SCHEDULED = ("mosaic_tpu",)
+"""Those that make a schedule of a batch, which the layers of a step can share."""
+
 PLATFORMS_OWN = {"cpu": "numba_cpu", "tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
 """Those written for one platform. Their modules say by `why_not` what they cannot do."""
 
@@ -39,6 +42,7 @@ def paged_attention(
     max_query_len: int | None = None,
     page_stride: int = 1,
     page_offset: Int[Array, "seqs"] | None = None,
+    schedule: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Causal attention of ragged queries over paged KV, after FlashAttention's block-table interface.
@@ -54,6 +58,7 @@ def paged_attention(
     `page_stride` and `page_offset` are for sequences whose pages are dealt over several devices: entry `i` of a sequence's
     block table is its page `page_offset + i * page_stride`, with 0 <= page_offset < page_stride (None: all 0), and
     attention is over the keys in these pages alone. A token that sees none of them gets what padding gets.
+    `schedule` is what `schedule_attention` makes of the same batch and options; None makes it anew.
     `implementation` is one of IMPLEMENTATIONS, or None for its target's own (see target.py).
 
     Returns the output in q's dtype and the float32 log-sum-exp of the logits (sinks included), by which outputs over
@@ -99,6 +104,7 @@ def paged_attention(
         max_query_len=max_query_len,
         page_stride=page_stride,
         page_offset=page_offset,
+        **_given(schedule, chosen),
     )
 
 
@@ -116,6 +122,7 @@ def mla_paged_attention(
     max_query_len: int | None = None,
     page_stride: int = 1,
     page_offset: Int[Array, "seqs"] | None = None,
+    schedule: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float[Array, "tokens heads"]]:
     """`paged_attention` over paged latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed form.
@@ -125,7 +132,7 @@ def mla_paged_attention(
     mean of the latents, which the caller expands to values: no head's keys and values ever exist. `scale` is the
     model's, by the width of an expanded key. `k_scale` multiplies what quantised pages hold.
 
-    The batch, `soft_cap`, `max_query_len`, `page_stride`, `page_offset`, `implementation`, what may lie in unused pages,
+    The batch, `soft_cap`, `max_query_len`, the pages dealt, `schedule`, `implementation`, what may lie in unused pages,
     and the log-sum-exp are as in `paged_attention`; the output is in q_latent's dtype.
 
     Raises ValueError for shapes that disagree, an option out of range, or an unknown implementation; NotImplementedError
@@ -160,7 +167,55 @@ def mla_paged_attention(
         max_query_len=max_query_len,
         page_stride=page_stride,
         page_offset=page_offset,
+        **_given(schedule, chosen),
     )
+
+
+def schedule_attention(
+    sizes: Sizes,
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    tokens: int,
+    max_pages: int,
+    dtypes: tuple[jax.typing.DTypeLike, jax.typing.DTypeLike],
+    window: int | Int[Array, ""] | None = None,
+    max_query_len: int | None = None,
+    page_stride: int = 1,
+    page_offset: Int[Array, "seqs"] | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """What an implementation makes of a batch before it reads any page, for `schedule` of the attention of these sizes.
+
+    All layers of a step can share it, as FlashInfer's `plan` is shared by its `run`s: in a scan over layers it would
+    else be made anew in each. None if the implementation shares nothing. tokens: rows of the queries. max_pages: of a
+    block table. dtypes: of the queries and of the pages array. The rest must be what `paged_attention` or
+    `mla_paged_attention` is given, and so must the implementation.
+
+    Raises ValueError and NotImplementedError as these do.
+    """
+    chosen = choose_implementation(implementation, target(), *dtypes, sizes=sizes)
+    if chosen not in SCHEDULED:
+        return None
+    return _module(chosen).make_schedule(
+        sizes,
+        context_lens,
+        query_starts,
+        tokens=tokens,
+        max_pages=max_pages,
+        itemsize=jnp.dtype(dtypes[1]).itemsize,
+        window=window,
+        max_query_len=max_query_len,
+        page_stride=page_stride,
+        page_offset=page_offset,
+    )
+
+
+def _given(schedule: Any, chosen: str) -> dict[str, Any]:
+    """The schedule as an argument, if there is one."""
+    if schedule is not None and chosen not in SCHEDULED:
+        raise ValueError(f"{chosen!r} takes no schedule: use the one that schedule_attention makes for it")
+    return {} if schedule is None else {"schedule": schedule}
 
 
 def _check_batch(

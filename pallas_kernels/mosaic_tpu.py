@@ -13,6 +13,7 @@ On CPU the kernel is simulated, slowly: its copies, semaphores and memories as o
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +21,23 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import MLASizes, Scale, Sizes, load, split_kv
-from paxserve.pallas_kernels.mosaic_tpu_kernel import (
-    LANES,
-    TABLE_ROW,
-    Shape,
-    Work,
-    attend,
-    cores_per_device,
-    entries,
+from paxserve.pallas_kernels import mosaic_tpu_mla
+from paxserve.pallas_kernels.layout import (
+    GQASizes,
+    MLASizes,
+    Scale,
+    Sizes,
+    latent_page_size,
+    load,
+    split_kv,
 )
-from paxserve.pallas_kernels.mosaic_tpu_mla import mla_paged_attention
+from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, TABLE_ROW, Shape, attend
+from paxserve.pallas_kernels.mosaic_tpu_plan import Plan, Work, cores_per_device, entries, make_plan
 from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
 from paxserve.pallas_kernels.xla import Window, finish
-
-__all__ = ["mla_paged_attention", "paged_attention", "why_not"]
 
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
@@ -61,6 +61,118 @@ def why_not(device: AbstractDevice, dtypes: tuple[jax.typing.DTypeLike, ...], si
     return None
 
 
+Compute = Callable[[Plan, Array], tuple[Array, Array]]
+"""Output and log-sum-exp of a plan's tiles from their queries, [tiles, kv_heads, rows, ...]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
+    """What is made of a batch before its pages are read.
+
+    decodes, prefills: of the sequences with one query token and with more; the latter None if there are none.
+    decode_token: of the tiles of `decodes`, past the last for a tile without work.
+    is_prefilled: which tokens are in the tiles of `prefills`.
+    """
+
+    decodes: Plan
+    prefills: Plan | None
+    decode_token: Int[Array, "tiles"]
+    is_prefilled: Bool[Array, "tokens"]
+
+
+def make_schedule(
+    sizes: Sizes,
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    window: Window,
+    **options: Any,
+) -> Schedule | mosaic_tpu_mla.MLASchedule:
+    """See `paxserve.pallas_kernels.schedule_attention`. The options are those of both kinds of attention's functions."""
+    if isinstance(sizes, MLASizes):
+        return mosaic_tpu_mla.make_mla_schedule(sizes, context_lens, query_starts, **options)
+    return make_gqa_schedule(sizes, context_lens, query_starts, window=window, **options)
+
+
+def make_gqa_schedule(
+    sizes: GQASizes,
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    tokens: int,
+    max_pages: int,
+    itemsize: int,
+    window: Window,
+    max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
+) -> Schedule:
+    """itemsize: of what pages hold. The rest is as in `schedule_attention`."""
+    pages = Pages(
+        sizes.page_size,
+        max_pages,
+        -(-2 * sizes.head_dim // LANES) * LANES * itemsize,
+        page_stride,
+        jnp.zeros_like(context_lens) if page_offset is None else page_offset * sizes.page_size,
+    )
+    window = _narrowed(window, max_pages * sizes.page_size * page_stride)
+    batch = context_lens.astype(jnp.int32), query_starts.astype(jnp.int32), window, pages
+    tuned = functools.partial(
+        block_sizes,
+        device_kind=target().device_kind,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        page_size=sizes.page_size,
+        itemsize=itemsize,
+    )
+    decodes, decode_token = _plan_decodes(sizes, tokens, *batch, tuned("mosaic_tpu decode"))
+    prefills = None
+    if max_query_len != 1:
+        prefills = _plan_prefills(sizes, tokens, *batch, tuned("mosaic_tpu prefill"))
+    token = jnp.arange(tokens)
+    owner = jnp.searchsorted(query_starts, token, side="right", method="compare_all") - 1
+    owner = jnp.clip(owner, 0, len(context_lens) - 1)
+    is_long = (jnp.diff(query_starts) > 1) & (context_lens > 0)
+    return Schedule(decodes, prefills, decode_token, is_long[owner] & (token < query_starts[-1]))
+
+
+def mla_paged_attention(
+    q_latent: Float[Array, "tokens heads kv_lora_rank"],
+    q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
+    latent_pages: Num[Array, "pages *slots width"],
+    block_tables: Int[Array, "seqs max_pages"],
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    k_scale: Scale | None,
+    max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
+    schedule: mosaic_tpu_mla.MLASchedule | None = None,
+) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
+    """See `paxserve.pallas_kernels.mla_paged_attention`."""
+    tokens, heads, rank = q_latent.shape
+    rope = q_rope.shape[2]
+    if schedule is None:
+        schedule = mosaic_tpu_mla.make_mla_schedule(
+            MLASizes(heads, rank, rope, latent_page_size(latent_pages, rank + rope)),
+            context_lens,
+            query_starts,
+            tokens=tokens,
+            max_pages=block_tables.shape[1],
+            itemsize=latent_pages.dtype.itemsize,
+            max_query_len=max_query_len,
+            page_stride=page_stride,
+            page_offset=page_offset,
+        )
+    arrays = q_latent, q_rope, latent_pages, block_tables
+    return mosaic_tpu_mla.mla_paged_attention(*arrays, schedule, scale=scale, soft_cap=soft_cap, k_scale=k_scale)
+
+
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     kv_pages: Num[Array, "pages kv_heads slots width"],
@@ -77,6 +189,7 @@ def paged_attention(
     max_query_len: int | None,
     page_stride: int,
     page_offset: Int[Array, "seqs"] | None,
+    schedule: Schedule | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.paged_attention`. Stacked pages, a CPU's, are laid side by side first."""
     tokens, heads, head_dim = q.shape
@@ -84,48 +197,42 @@ def paged_attention(
     if kv_pages.shape[-1] == head_dim:
         kv_pages = jnp.concatenate(split_kv(kv_pages, head_dim), axis=-1)
     _, kv_heads, page_size, width = kv_pages.shape
-    if window is not None:
-        window = jnp.minimum(window, block_tables.shape[1] * page_size * page_stride).astype(jnp.int32)
+    if schedule is None:
+        schedule = make_gqa_schedule(
+            GQASizes(heads, kv_heads, head_dim, page_size),
+            context_lens,
+            query_starts,
+            tokens=tokens,
+            max_pages=block_tables.shape[1],
+            itemsize=kv_pages.dtype.itemsize,
+            window=window,
+            max_query_len=max_query_len,
+            page_stride=page_stride,
+            page_offset=page_offset,
+        )
+    window = _narrowed(window, block_tables.shape[1] * page_size * page_stride)
     has_whole_lanes = head_dim % LANES == 0
 
-    def compute(shape: Shape, rows: Float[Array, "tiles kv_heads rows head_dim"], work: Work) -> tuple[Array, Array]:
+    def compute(plan: Plan, rows: Float[Array, "tiles kv_heads rows head_dim"]) -> tuple[Array, Array]:
         rows = rows if has_whole_lanes else jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
         out, lse = attend(
             rows,
             kv_pages,
             block_tables.astype(jnp.int32),
-            work,
-            shape=shape,
+            plan,
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             window=window,
             soft_cap=soft_cap,
-            cores=cores_per_device(),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
         return out[: len(rows), ..., -head_dim:], lse[: len(rows), ..., 0]
 
-    pages = Pages(
-        page_size,
-        block_tables.shape[1],
-        -(-width // LANES) * LANES * kv_pages.dtype.itemsize,
-        page_stride,
-        jnp.zeros_like(context_lens) if page_offset is None else page_offset * page_size,
-    )
-    batch = context_lens.astype(jnp.int32), query_starts.astype(jnp.int32), window, pages
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out, lse = jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf)
-    tuned = functools.partial(
-        block_sizes,
-        device_kind=target().device_kind,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        itemsize=kv_pages.dtype.itemsize,
-    )
-    if max_query_len != 1:
-        out, lse = _prefill(compute, grouped, *batch, tuned("mosaic_tpu prefill"))
-    row, row_out, row_lse = _decode(compute, grouped, *batch, tuned("mosaic_tpu decode"))
+    if schedule.prefills is not None:
+        out, lse = _prefill(compute, grouped, schedule)
+    row_out, row_lse = _decode(compute, grouped, schedule)
+    row = schedule.decode_token
     out, lse = out.at[row].set(row_out, mode="drop"), lse.at[row].set(row_lse, mode="drop")
     out, lse = finish(out.astype(jnp.float32), lse, v_scale, sinks)
     return out.astype(q.dtype), lse
@@ -150,25 +257,29 @@ class Pages:
         return _power_of_two(max(min(keys // self.page_size, TABLE_ROW, 2 * self.max_pages - 1), 1))
 
 
-def _decode(
-    compute: Any,
-    q: Float[Array, "tokens kv_heads group head_dim"],
+def _narrowed(window: Window, keys: int) -> Int[Array, ""] | None:
+    """A window no wider than the keys that there can be."""
+    return None if window is None else jnp.minimum(window, keys).astype(jnp.int32)
+
+
+def _plan_decodes(
+    sizes: GQASizes,
+    tokens: int,
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
-    window: Window,
+    window: Int[Array, ""] | None,
     pages: Pages,
-    sizes: dict[str, int],
-) -> tuple[Int[Array, "tiles"], Float[Array, "tiles heads head_dim"], Float32[Array, "tiles heads"]]:
-    """Output and log-sum-exp of the sequences with one query token, and which tokens these are; past the last if none."""
-    tokens, kv_heads, group, head_dim = q.shape
-    rows = -(-group // 8) * 8
-    key_bytes = kv_heads * pages.row_bytes
+    tuned: dict[str, int],
+) -> tuple[Plan, Int[Array, "tiles"]]:
+    """The plan of the sequences with one query token, and which tokens these are; past the last for a tile without work."""
+    rows = -(-(sizes.heads // sizes.kv_heads) // 8) * 8
+    key_bytes = sizes.kv_heads * pages.row_bytes
     # Of more tiles the blocks were shorter.
-    fitting = max(SLOTS_BYTES // (sizes["slots"] * sizes["block_keys"] * key_bytes), 1)
-    chains = max(sizes["chains"] * 8 // rows, 1)
-    heads, tiles = _side_by_side(kv_heads, min(fitting, len(context_lens)), chains)
-    block_pages = pages.block_pages(sizes["block_keys"], tiles * key_bytes, sizes["slots"])
-    shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * pages.page_size, sizes["slots"], pages.stride)
+    fitting = max(SLOTS_BYTES // (tuned["slots"] * tuned["block_keys"] * key_bytes), 1)
+    chains = max(tuned["chains"] * 8 // rows, 1)
+    heads, tiles = _side_by_side(sizes.kv_heads, min(fitting, len(context_lens)), chains)
+    block_pages = pages.block_pages(tuned["block_keys"], tiles * key_bytes, tuned["slots"])
+    shape = Shape(rows, rows, tiles, heads, block_pages, block_pages * pages.page_size, tuned["slots"], pages.stride)
 
     end = jnp.where(jnp.diff(query_starts) == 1, context_lens - pages.origins, 0)
     first = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
@@ -187,39 +298,36 @@ def _decode(
         query_block=jnp.arange(len(seq) // tiles, dtype=jnp.int32),
         steps=-(-jnp.sum(end > 0) // tiles),
     )
-    token = query_starts[work.seq]
-    out, lse = compute(shape, jnp.pad(q[token], ((0, 0), (0, 0), (0, rows - group), (0, 0))), work)
-    out = out[:, :, :group].reshape(len(seq), kv_heads * group, head_dim)
-    return jnp.where(end > 0, token, tokens), out, lse[:, :, :group].reshape(len(seq), kv_heads * group)
+    return _plan(work, shape, pages), jnp.where(end > 0, query_starts[work.seq], tokens)
 
 
-def _prefill(
-    compute: Any,
-    q: Float[Array, "tokens kv_heads group head_dim"],
+def _plan_prefills(
+    sizes: GQASizes,
+    tokens: int,
     context_lens: Int[Array, "seqs"],
     query_starts: Int[Array, "seqs_plus_1"],
-    window: Window,
+    window: Int[Array, ""] | None,
     pages: Pages,
-    sizes: dict[str, int],
-) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
-    """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
-    tokens, kv_heads, group, head_dim = q.shape
-    most_rows = min(sizes["query_rows"], STATE_BYTES // (kv_heads * (2 * pages.row_bytes + 4 * head_dim + 16 * LANES)))
+    tuned: dict[str, int],
+) -> Plan:
+    """The plan of the sequences with two or more query tokens."""
+    kv_heads, group = sizes.kv_heads, sizes.heads // sizes.kv_heads
+    state_bytes = kv_heads * (2 * pages.row_bytes + 4 * sizes.head_dim + 16 * LANES)  # of a row of every KV head
+    most_rows = min(tuned["query_rows"], STATE_BYTES // state_bytes)
     block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
     blocks, rows = -(-tokens // block), block * group
     # An even number of units, so that their buffers alternate: an odd number of KV heads needs two pieces.
     pieces = 1 + kv_heads % 2
     block_pages = max(
-        pages.block_pages(pieces * sizes["query_keys"], kv_heads * pages.row_bytes, sizes["slots"]), pieces
+        pages.block_pages(pieces * tuned["query_keys"], kv_heads * pages.row_bytes, tuned["slots"]), pieces
     )
     keys = block_pages * pages.page_size // pieces
-    turn = max(n for n in range(2, sizes["turn"] + 1, 2) if kv_heads * pieces % n == 0)
-    shape = Shape(rows, group, 1, 1, block_pages, keys, sizes["slots"], pages.stride, turn)
+    turn = max(n for n in range(2, tuned["turn"] + 1, 2) if kv_heads * pieces % n == 0)
+    shape = Shape(rows, group, 1, 1, block_pages, keys, tuned["slots"], pages.stride, turn)
 
     starts, ends = query_starts[:-1], query_starts[1:]
-    is_long = (ends - starts > 1) & (context_lens > 0)
     first_block = starts // block
-    seq_tiles = jnp.where(is_long, -(-ends // block) - first_block, 0)
+    seq_tiles = jnp.where((ends - starts > 1) & (context_lens > 0), -(-ends // block) - first_block, 0)
     tile_ends = jnp.cumsum(seq_tiles)
     tile = jnp.arange(blocks + min(len(starts), tokens // 2), dtype=jnp.int32)
     seq = jnp.minimum(
@@ -240,24 +348,45 @@ def _prefill(
         query_block=jnp.where(is_tile, query_block, 0),
         steps=tile_ends[-1],
     )
+    return _plan(work, shape, pages)
+
+
+def _plan(work: Work, shape: Shape, pages: Pages) -> Plan:
+    here = entries(work.first_key, work.end_key, pages.page_size, pages.stride)
+    return make_plan(work, here, shape, cores_per_device(), empty_blocks=int(shape.turn > 0))
+
+
+def _decode(
+    compute: Compute, q: Float[Array, "tokens kv_heads group head_dim"], schedule: Schedule
+) -> tuple[Float[Array, "tiles heads head_dim"], Float32[Array, "tiles heads"]]:
+    """Output and log-sum-exp of the tiles of sequences with one query token."""
+    tokens, kv_heads, group, head_dim = q.shape
+    plan = schedule.decodes
+    rows = q[jnp.minimum(schedule.decode_token, tokens - 1)]
+    out, lse = compute(plan, jnp.pad(rows, ((0, 0), (0, 0), (0, plan.shape.rows - group), (0, 0))))
+    return out[:, :, :group].reshape(-1, kv_heads * group, head_dim), lse[:, :, :group].reshape(-1, kv_heads * group)
+
+
+def _prefill(
+    compute: Compute, q: Float[Array, "tokens kv_heads group head_dim"], schedule: Schedule
+) -> tuple[Float[Array, "tokens heads head_dim"], Float32[Array, "tokens heads"]]:
+    """Output and log-sum-exp of the sequences with two or more query tokens; 0 and -inf for the others' tokens."""
+    tokens, kv_heads, group, head_dim = q.shape
+    plan = schedule.prefills
+    assert plan is not None
+    rows = plan.shape.rows
+    block = rows // group  # of tokens
+    blocks = -(-tokens // block)
     padded = jnp.pad(q, ((0, blocks * block - tokens), (0, 0), (0, 0), (0, 0)))
-    out, lse = compute(
-        shape,
-        padded.reshape(blocks, block, kv_heads, group, head_dim).swapaxes(1, 2).reshape(blocks, kv_heads, rows, -1),
-        work,
-    )
+    by_head = padded.reshape(blocks, block, kv_heads, group, head_dim).swapaxes(1, 2)
+    out, lse = compute(plan, by_head.reshape(blocks, kv_heads, rows, head_dim))
 
     def by_token(x: Array) -> Array:
         x = x.reshape(blocks, kv_heads, block, group, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(blocks * block, kv_heads * group, *x.shape[4:])[:tokens]
 
-    token = jnp.arange(tokens)
-    owner = jnp.clip(jnp.searchsorted(query_starts, token, side="right", method="compare_all") - 1, 0, len(starts) - 1)
-    is_written = is_long[owner] & (token < ends[-1])
-    return (
-        jnp.where(is_written[:, None, None], by_token(out), 0),
-        jnp.where(is_written[:, None], by_token(lse), -jnp.inf),
-    )
+    is_written = schedule.is_prefilled[:, None]
+    return jnp.where(is_written[..., None], by_token(out), 0), jnp.where(is_written, by_token(lse), -jnp.inf)
 
 
 def _power_of_two(most: int) -> int:

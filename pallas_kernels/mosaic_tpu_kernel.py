@@ -38,7 +38,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int, Int32, Num
+from jaxtyping import Array, Float, Float32, Int, Num
+
+from paxserve.pallas_kernels.mosaic_tpu_plan import (
+    END_KEY,
+    END_PAGE,
+    END_ROW,
+    FIRST_PAGE,
+    FIRST_ROW,
+    POSITION,
+    SEQ,
+    Plan,
+    own_block,
+    own_step,
+)
 
 TABLE_ROW = 128  # entries of a block table that lie in a row of lanes
 ISSUE = 8  # page copies started per turn of a loop
@@ -78,53 +91,25 @@ class Shape:
     turn: int = 0
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Work:
-    """What the tiles are, tile `i` being number `i % tiles` of step `i // tiles`. All arrays but the last are [tiles].
-
-    seq: its row of the block tables. position: of its row 0, or where it would be.
-    first_key, end_key: the range of keys that its rows see; empty for a tile without work. These three are counted from
-        the sequence's first page in the block table, and negative before it.
-    first_row, end_row: the range of rows that are its sequence's.
-    query_block [steps]: which rows of queries and output a step reads and writes, ascending. Of latents [tiles]: which a tile
-        reads and writes, those of one block in a row.
-    steps: the number of steps with work; the arrays may be longer.
-    """
-
-    seq: Int32[Array, "tiles"]
-    position: Int32[Array, "tiles"]
-    first_key: Int32[Array, "tiles"]
-    end_key: Int32[Array, "tiles"]
-    first_row: Int32[Array, "tiles"]
-    end_row: Int32[Array, "tiles"]
-    query_block: Int32[Array, "steps_or_tiles"]
-    steps: Int32[Array, ""]
-
-
-SEQ, POSITION, FIRST_PAGE, END_PAGE, END_KEY, FIRST_ROW, END_ROW = range(7)
-
-
 def attend(
     q: Float[Array, "tiles kv_heads rows key_dim"],
     kv_pages: Num[Array, "pages kv_heads page_size width"],
     block_tables: Int[Array, "seqs max_pages"],
-    work: Work,
+    plan: Plan,
     *,
-    shape: Shape,
     scale: Float[Array, ""],
     window: Int[Array, ""] | None,
     soft_cap: float | None,
-    cores: int = 1,
     interpret: Any = False,
 ) -> tuple[Float[Array, "tiles kv_heads rows value_dim"], Float32[Array, "tiles kv_heads rows 128"]]:
-    """Attention of the tiles in `work`; rows that belong to no tile are left undefined.
+    """Attention of a plan's tiles; rows that belong to no tile are left undefined.
 
     key_dim is head_dim, and the output's width too, if that is a multiple of 128 lanes. Else it is the pages' width: rows
     of K|V are used as they lie, zeros in `q` leave V out of the logits, and the output's second half is the result.
     Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
     """
     _, kv_heads, page_size, width = kv_pages.shape
+    shape, cores = plan.shape, plan.cores
     key_dim = q.shape[-1]
     values = slice(key_dim, width) if key_dim < width else slice(0, width)
     value_dim = values.stop - values.start
@@ -148,7 +133,7 @@ def attend(
         step, steps_end = own_step(bounds, cores)
 
         def field(number: int, item: Array) -> Array:
-            return items[number * len(work.seq) + item]
+            return items[number * (items.shape[0] // 7) + item]
 
         def first_block(item: Array) -> Array:
             return _divide(field(FIRST_PAGE, item), block_pages)
@@ -439,17 +424,12 @@ def attend(
                         log = jnp.where(is_own, log, lse[tile, h])
                     out[tile, h], lse[tile, h] = y.astype(dtype), log
 
-    first, end = entries(work.first_key, work.end_key, page_size, shape.stride)
-    blocks = jnp.where(end > first, -(-end // block_pages) - first // block_pages, int(shape.turn > 0))
-    items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
-    counts = blocks.reshape(-1, tiles).max(1)
-    bounds = share(counts, work.query_block, work.steps, cores)
     spare = -block_tables.shape[1] % TABLE_ROW + TABLE_ROW
     scalars = (
-        items,
-        counts,
-        bounds,
-        work.query_block,
+        plan.items,
+        plan.counts,
+        plan.bounds,
+        plan.query_block,
         jnp.reshape(jnp.int32(0) if window is None else window, 1),
         jnp.reshape(scale, 1),
     )
@@ -480,7 +460,7 @@ def attend(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(cores, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
+            grid=(cores, plan.grid_steps),
             in_specs=[in_hbm, per_step(key_dim, 0), in_hbm],
             out_specs=[per_step(value_dim, idle), per_step(LANES, idle)],
             scratch_shapes=[
@@ -517,50 +497,6 @@ def attend(
         q,
         kv_pages.reshape(-1, kv_heads, *page_tiles, width),
     )
-
-
-def share(
-    counts: Int32[Array, "steps"], query_block: Int32[Array, "steps"], steps: Int32[Array, ""], cores: int
-) -> Int32[Array, "cores_plus_1"]:
-    """Where each core's steps begin: with like shares of the blocks, and not between steps of one query block in a row."""
-    done = jnp.cumsum(jnp.where(jnp.arange(len(counts)) < steps, counts, 0))
-    cuts = jnp.searchsorted(done, done[-1] * jnp.arange(1, cores) // cores, method="compare_all")
-    blocks = jnp.cumsum(jnp.diff(query_block, prepend=query_block[:1]) != 0)
-    cuts = jnp.minimum(jnp.searchsorted(blocks, blocks[cuts], method="compare_all"), steps)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.astype(jnp.int32), steps.reshape(1).astype(jnp.int32)])
-
-
-def own_step(bounds: Any, cores: int) -> tuple[Array, Array | int]:
-    """In a kernel whose grid is [cores, steps]: the step, and where the steps of this core end."""
-    if cores == 1:
-        return pl.program_id(1), pl.num_programs(1)
-    return bounds[pl.program_id(0)] + pl.program_id(1), bounds[pl.program_id(0) + 1]
-
-
-def own_index(core: Array, i: Array, bounds: Any, cores: int) -> Array:
-    """A core's `i`-th step, its last if there are fewer; any if there are none."""
-    if cores == 1:
-        return i
-    return jnp.maximum(jnp.minimum(bounds[core] + i, bounds[core + 1] - 1), 0)
-
-
-def own_block(core: Array, i: Array, bounds: Any, query_block: Any, cores: int, idle: int) -> Array:
-    """The rows of queries and output of `own_index`; `idle` if a core has no steps."""
-    block = query_block[own_index(core, i, bounds, cores)]
-    return block if cores == 1 else jnp.where(bounds[core] < bounds[core + 1], block, idle)
-
-
-def cores_per_device() -> int:
-    """Cores over which a device's parallel grid axes are dealt: two on v5p, one elsewhere."""
-    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
-
-
-def entries(
-    first_key: Int[Array, "tiles"], end_key: Int[Array, "tiles"], page_size: int, stride: int
-) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
-    """The range of block-table entries that hold keys of first_key:end_key, counted as in `Work`."""
-    first_page, end_page = first_key // page_size, -(-end_key // page_size)
-    return jnp.maximum(-(-first_page // stride), 0), jnp.maximum(-(-end_page // stride), 0)
 
 
 def _loop(count: int, body: Any) -> None:

@@ -14,13 +14,15 @@ import functools
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from paxserve.pallas_kernels.layout import Scale, keys_before, latent_page_size, load, pair
-from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW, Work, cores_per_device
+from paxserve.pallas_kernels.layout import MLASizes, Scale, keys_before, load, pair
+from paxserve.pallas_kernels.mosaic_tpu_kernel import TABLE_ROW
 from paxserve.pallas_kernels.mosaic_tpu_mla_kernel import Shape, attend, matrix_columns
+from paxserve.pallas_kernels.mosaic_tpu_plan import Plan, Work, cores_per_device, make_plan
 from paxserve.pallas_kernels.target import target
 from paxserve.pallas_kernels.tuning import block_sizes
 
@@ -58,85 +60,112 @@ class Batch:
         return _power_of_two(max(min(keys // self.page_size, TABLE_ROW, 2 * self.max_pages - 1), 1))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MLASchedule:
+    """What is made of a batch before its pages are read.
+
+    decodes, prefills: of the sequences with one query token and with more; the latter None if there are none.
+    is_decode: which tokens are their sequence's only one. is_computed: which are in a tile, those that see keys here.
+    """
+
+    decodes: Plan
+    prefills: Plan | None
+    is_decode: Bool[Array, "tokens"]
+    is_computed: Bool[Array, "tokens"]
+
+
+def make_mla_schedule(
+    sizes: MLASizes,
+    context_lens: Int[Array, "seqs"],
+    query_starts: Int[Array, "seqs_plus_1"],
+    *,
+    tokens: int,
+    max_pages: int,
+    itemsize: int,
+    max_query_len: int | None,
+    page_stride: int,
+    page_offset: Int[Array, "seqs"] | None,
+) -> MLASchedule:
+    """itemsize: of what pages hold. The rest is as in `schedule_attention`."""
+    offset = jnp.zeros_like(context_lens) if page_offset is None else page_offset
+    context_lens, query_starts, offset = (x.astype(jnp.int32) for x in (context_lens, query_starts, offset))
+    batch = Batch(context_lens, query_starts, offset, sizes.page_size, page_stride, max_pages)
+    tuned = functools.partial(
+        block_sizes,
+        device_kind=target().device_kind,
+        heads=sizes.heads,
+        kv_lora_rank=sizes.kv_lora_rank,
+        page_size=sizes.page_size,
+        itemsize=itemsize,
+    )
+    rows = _rows(sizes.heads)
+    decodes = _plan_decodes(rows, sizes.kv_lora_rank, batch, tuned("mosaic_tpu mla decode"))
+    prefills = None
+    if max_query_len != 1:
+        prefills = _plan_prefills(tokens, rows, sizes.kv_lora_rank, batch, tuned("mosaic_tpu mla prefill"))
+    return MLASchedule(decodes, prefills, *batch.computed(tokens))
+
+
 def mla_paged_attention(
     q_latent: Float[Array, "tokens heads kv_lora_rank"],
     q_rope: Float[Array, "tokens heads qk_rope_head_dim"],
     latent_pages: Num[Array, "pages *slots width"],
     block_tables: Int[Array, "seqs max_pages"],
-    context_lens: Int[Array, "seqs"],
-    query_starts: Int[Array, "seqs_plus_1"],
+    schedule: MLASchedule,
     *,
     scale: float,
     soft_cap: float | None,
     k_scale: Scale | None,
-    max_query_len: int | None,
-    page_stride: int,
-    page_offset: Int[Array, "seqs"] | None,
 ) -> tuple[Float[Array, "tokens heads kv_lora_rank"], Float32[Array, "tokens heads"]]:
     """See `paxserve.pallas_kernels.mla_paged_attention`. Pages with a row per token, a CPU's, are paired first."""
     tokens, heads, rank = q_latent.shape
-    page_size = latent_page_size(latent_pages, rank + q_rope.shape[2])
     latent_pages = load(latent_pages)
     if latent_pages.ndim == 3:
         latent_pages = pair(latent_pages, rank)
-    offset = jnp.zeros(len(block_tables), jnp.int32) if page_offset is None else page_offset
-    batch = Batch(
-        context_lens.astype(jnp.int32),
-        query_starts.astype(jnp.int32),
-        offset,
-        page_size,
-        page_stride,
-        block_tables.shape[1],
-    )
-    tuned = functools.partial(
-        block_sizes,
-        device_kind=target().device_kind,
-        heads=heads,
-        kv_lora_rank=rank,
-        page_size=page_size,
-        itemsize=latent_pages.dtype.itemsize,
-    )
-    rows = -(-heads // 8) * 8  # of a token
-    decode, decodes = _decode(rows, rank, batch, tuned("mosaic_tpu mla decode"))
-    prefill, prefills = _prefill(tokens, rows, rank, batch, tuned("mosaic_tpu mla prefill"))
-    block = 1 if max_query_len == 1 else prefill.rows // rows  # of tokens
+    rows = _rows(heads)
+    block = 1 if schedule.prefills is None else schedule.prefills.shape.rows // rows  # of tokens
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     q = jnp.pad(q, ((0, -tokens % block), (0, rows - heads), (0, 0)))
 
-    def compute(shape: Shape, work: Work, out: Array | None) -> tuple[Array, Array]:
-        """By token; of those that are not in `work` the outputs are those in `out`, or undefined."""
+    def compute(plan: Plan, out: Array | None = None) -> tuple[Array, Array]:
+        """By token; of those that are in no tile outputs are those in `out`, or undefined."""
+        shape: Shape = plan.shape
 
-        def in_tiles(x: Array) -> Array:
+        def in_blocks(x: Array) -> Array:
             return x.reshape(-1, shape.rows, x.shape[-1])
 
         out, lse = attend(
-            in_tiles(q),
+            in_blocks(q),
             latent_pages,
             block_tables,
-            work,
-            None if out is None else in_tiles(out),
-            shape=shape,
+            plan,
+            None if out is None else in_blocks(out),
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             soft_cap=soft_cap,
-            cores=cores_per_device(),
             columns=matrix_columns(shape.rows // shape.parts),
             interpret=False if pltpu.is_tpu_device() else pltpu.InterpretParams(),
         )
         lse = lse.reshape(len(lse), -1)[:, : shape.rows]
-        return out.reshape(-1, rows, rank), lse.reshape(-1, rows)
+        return out.reshape(-1, rows, rank), lse.reshape(-1, rows)[:tokens, :heads]
 
-    out, lse = None, None
-    if max_query_len != 1:
-        out, lse = compute(prefill, prefills, None)
-    out, decode_lse = compute(decode, decodes, out)
-    is_decode, is_computed = batch.computed(tokens)
-    lse = decode_lse if lse is None else jnp.where(jnp.pad(is_decode, (0, len(lse) - tokens))[:, None], decode_lse, lse)
-    out, lse = out[:tokens, :heads], lse[:tokens, :heads]
-    out = jnp.where(is_computed[:, None, None], out if k_scale is None else (out * k_scale).astype(out.dtype), 0)
-    return out, jnp.where(is_computed[:, None], lse, -jnp.inf)
+    if schedule.prefills is None:
+        out, lse = compute(schedule.decodes)
+    else:
+        out, lse = compute(schedule.prefills)
+        out, decode_lse = compute(schedule.decodes, out)
+        lse = jnp.where(schedule.is_decode[:, None], decode_lse, lse)
+    out = out if k_scale is None else (out * k_scale).astype(out.dtype)
+    is_computed = schedule.is_computed[:, None]
+    return jnp.where(is_computed[..., None], out[:tokens, :heads], 0), jnp.where(is_computed, lse, -jnp.inf)
 
 
-def _decode(rows: int, rank: int, batch: Batch, sizes: dict[str, int]) -> tuple[Shape, Work]:
+def _rows(heads: int) -> int:
+    """Of a token: its heads, filled up to memory tiles."""
+    return -(-heads // 8) * 8
+
+
+def _plan_decodes(rows: int, rank: int, batch: Batch, sizes: dict[str, int]) -> Plan:
     """Of the sequences with one query token."""
     seqs = len(batch.context_lens)
     tiles = min(sizes["decodes"], seqs)
@@ -156,10 +185,10 @@ def _decode(rows: int, rank: int, batch: Batch, sizes: dict[str, int]) -> tuple[
         query_block=batch.query_starts[seq],
         steps=-(-jnp.sum(keys > 0) // tiles),
     )
-    return Shape(rank, rows, rows, tiles, 1, block_pages, sizes["slots"], batch.page_stride), work
+    return _plan(work, Shape(rank, rows, rows, tiles, 1, block_pages, sizes["slots"], batch.page_stride), batch)
 
 
-def _prefill(tokens: int, heads: int, rank: int, batch: Batch, sizes: dict[str, int]) -> tuple[Shape, Work]:
+def _plan_prefills(tokens: int, heads: int, rank: int, batch: Batch, sizes: dict[str, int]) -> Plan:
     """Of the sequences with two or more query tokens."""
     unit = 16 * sizes["parts"] // math.gcd(16 * sizes["parts"], heads)  # of tokens, so that parts begin at memory tiles
     block = min(max(sizes["query_rows"] // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
@@ -190,7 +219,12 @@ def _prefill(tokens: int, heads: int, rank: int, batch: Batch, sizes: dict[str, 
         query_block=jnp.where(is_tile, query_block, 0),
         steps=tile_ends[-1],
     )
-    return shape, work
+    return _plan(work, shape, batch)
+
+
+def _plan(work: Work, shape: Shape, batch: Batch) -> Plan:
+    pages = work.first_key // batch.page_size, -(-work.end_key // batch.page_size)
+    return make_plan(work, pages, shape, cores_per_device())
 
 
 def _power_of_two(most: int) -> int:

@@ -34,34 +34,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import is_second
-from paxserve.pallas_kernels.mosaic_tpu_kernel import (
-    LANES,
-    LOWEST,
-    MASKED,
-    VMEM_LIMIT,
-    Work,
-    own_index,
-    own_step,
-    share,
-)
+from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED, VMEM_LIMIT
+from paxserve.pallas_kernels.mosaic_tpu_plan import END_KEY, END_ROW, FIRST_ROW, POSITION, Plan, own_index, own_step
 from paxserve.pallas_kernels.mosaic_tpu_results import Results
 from paxserve.pallas_kernels.mosaic_tpu_results import scratch as results_scratch
-from paxserve.pallas_kernels.mosaic_tpu_stream import (
-    END_KEY,
-    END_ROW,
-    FIRST_ROW,
-    POSITION,
-    Stream,
-    pad_tables,
-    plan,
-    scratch,
-)
+from paxserve.pallas_kernels.mosaic_tpu_stream import Stream, pad_tables, scratch
 
 LOGIT_ROWS, WEIGHT_ROWS, VALUE_ROWS = 32, 16, 64  # that are computed at a time
 
@@ -94,26 +78,26 @@ def attend(
     q: Float[Array, "blocks rows cached_dim"],
     latent_pages: Num[Array, "pages groups 8 two_cached_dim"],
     block_tables: Int[Array, "seqs max_pages"],
-    work: Work,
+    plan: Plan,
     into: Float[Array, "blocks rows rank"] | None,
     *,
-    shape: Shape,
     scale: Float[Array, ""],
     soft_cap: float | None,
-    cores: int = 1,
     columns: int = 256,
     interpret: Any = False,
 ) -> tuple[Float[Array, "blocks rows rank"], Float32[Array, "blocks n 128"]]:
-    """Attention of the tiles in `work`. In a block without tiles the output is what `into` has there, or undefined.
+    """Attention of a plan's tiles. In a block without tiles the output is what `into` has there, or undefined.
 
-    A row of `q` is a head's latent query and its RoPE part. `work.position` is counted from the first token of the
-    page that is the first in the sequence's block table, `work.end_key` is how many keys of these pages a tile sees.
+    A row of `q` is a head's latent query and its RoPE part. Of the plan, position is counted from the first token of the
+    page that is the first in the sequence's block table, end_key is how many keys of these pages a tile sees.
     Returns the output in q's dtype and the log-sum-exp of the logits, row `r`'s in [r // 128, r % 128]. Undefined are rows
     of a block that are no tile's, and the latter in blocks without tiles. Of keys and of the output, `columns` are
     computed at a time.
     """
     _, groups, group_rows, width = latent_pages.shape
     page_size = 2 * groups * group_rows
+    shape: Shape = plan.shape
+    cores = plan.cores
     rank, rows, tiles, block_pages = shape.rank, shape.rows, shape.tiles, shape.block_pages
     rope = width // 2 - rank
     part_rows = rows // shape.parts
@@ -273,13 +257,11 @@ def attend(
 
         pl.when(cores == 1 or step < end)(attend_step)
 
-    items, counts = plan(work, tiles, page_size, block_pages)
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    bounds = share(counts, work.query_block[::tiles], work.steps, cores)
-    scalars = items, counts, bounds, work.query_block, jnp.reshape(factor, 1)
+    scalars = plan.items, plan.counts, plan.bounds, plan.query_block, jnp.reshape(factor, 1)
     # Positions of a block's keys, from that of the first; those in second halves in the second row.
-    keys = jnp.arange(block_pages)[:, None] * key_step + jnp.arange(page_size)
-    keys = jnp.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
+    keys = np.arange(block_pages, dtype=np.int32)[:, None] * key_step + np.arange(page_size, dtype=np.int32)
+    keys = np.moveaxis(keys.reshape(-1, 2, group_rows), 1, 0).reshape(2, half)
 
     def queries(tile: int) -> pl.BlockSpec:
         def index(core: Array, i: Array, _items: Any, _counts: Any, bounds: Any, query_block: Any, *_: Any) -> Any:
@@ -294,7 +276,7 @@ def attend(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(cores, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
+            grid=(cores, plan.grid_steps),
             in_specs=[
                 in_hbm,
                 [queries(tile) for tile in range(tiles)],

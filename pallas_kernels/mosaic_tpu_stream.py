@@ -19,18 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Int32
 
-from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE, TABLE_ROW, Work
+from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE, TABLE_ROW
+from paxserve.pallas_kernels.mosaic_tpu_plan import END_KEY, END_PAGE, FIRST_PAGE, SEQ
 
 Clear = Callable[[Array, int, Array, Array | int], None]
-
-SEQ, POSITION, FIRST_PAGE, END_PAGE, END_KEY, FIRST_ROW, END_ROW = range(7)
 
 
 @dataclass(frozen=True)
 class Stream:
     """The blocks of a kernel's tiles, and where they are kept. All but the sizes are references into the kernel's memory.
 
-    end: of this core's steps. items, counts: what `plan` returns. tables: block tables, padded by `pad_tables`. The rest is
+    end: of this core's steps. items, counts: a `Plan`'s. tables: block tables, padded by `pad_tables`. The rest is
     scratch, as listed by `scratch`.
     """
 
@@ -188,16 +187,6 @@ def scratch(tiles: int, block_pages: int, slots: int, page_shape: tuple[int, ...
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA((slots,)),
     )
-
-
-def plan(
-    work: Work, tiles: int, page_size: int, block_pages: int
-) -> tuple[Int32[Array, "fields_x_tiles"], Int32[Array, "steps"]]:
-    """The work's fields in a row, and the blocks of each step."""
-    first, end = work.first_key // page_size, -(-work.end_key // page_size)
-    blocks = jnp.where(end > 0, -(-end // block_pages) - first // block_pages, 0)
-    items = jnp.concatenate([work.seq, work.position, first, end, work.end_key, work.first_row, work.end_row])
-    return items, blocks.reshape(-1, tiles).max(1)
 
 
 def pad_tables(block_tables: Int[Array, "seqs max_pages"]) -> Int32[Array, "seqs rows_of_128"]:

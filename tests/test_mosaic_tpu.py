@@ -22,8 +22,10 @@ from paxserve.pallas_kernels import (
     choose_implementation,
     mla_pages_shape,
     mosaic_tpu,
+    mosaic_tpu_mla,
     mosaic_tpu_write,
     paged_attention,
+    schedule_attention,
     storage_dtype,
     write_latent_pages,
     write_pages,
@@ -75,6 +77,35 @@ def test_dealt_pages(case: Case) -> None:
     """Of three devices, the second: some sequences and some rows have no keys there."""
     dealt = case.deal(3, 1)
     assert_close(dealt.run("mosaic_tpu"), dealt.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_schedule_made_before(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all that attention takes of the batch: what is made of it anew could not be told from this."""
+    small = SMALL | {
+        "mosaic_tpu mla decode": {"decodes": 2, "decode_keys": 32, "slots": 3},
+        "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "slots": 3},
+    }
+    for module in (mosaic_tpu, mosaic_tpu_mla):
+        monkeypatch.setattr(module, "block_sizes", lambda kernel, **_: small[kernel])
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 1, "head_dim": 20, "latent_dim": 12} if latent else {}
+    case = Case((1, 20, 1, 7), (50, 33, 1, 9), padding=7, **sizes)
+    _, heads, dim = case.q.shape
+    kinds: Any = MLASizes(heads, 12, dim - 12, 16) if latent else GQASizes(heads, case.kv_pages.shape[1], dim, 16)
+    expected = case.numpy()
+    schedule = schedule_attention(
+        kinds,
+        jnp.asarray(case.context_lens),
+        jnp.asarray(case.query_starts),
+        tokens=len(case.q),
+        max_pages=case.block_tables.shape[1],
+        dtypes=(case.q.dtype, case.kv_pages.dtype),
+        implementation="mosaic_tpu",
+    )
+    case.context_lens, case.query_starts = np.zeros_like(case.context_lens), np.zeros_like(case.query_starts)
+    assert_close(case.run("mosaic_tpu", schedule=schedule), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="'xla' takes no schedule"):
+        case.run("xla", schedule=schedule)
 
 
 def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,8 @@ class Case:
 
     def run(self, implementation: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         options = {"scale": self.head_dim**-0.5, "implementation": implementation} | self.options | options
-        static = tuple(name for name, value in options.items() if not isinstance(value, jax.Array))
+        is_array = jax.tree.map(lambda leaf: isinstance(leaf, jax.Array), options)
+        static = tuple(name for name in options if not any(jax.tree.leaves(is_array[name])))
         function: Any = mla_paged_attention if self.latent_dim else paged_attention
         q = (self.q[..., : self.latent_dim], self.q[..., self.latent_dim :]) if self.latent_dim else (self.q,)
         args = (*q, self.kv_pages, self.block_tables, self.context_lens, self.query_starts)

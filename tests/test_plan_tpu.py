@@ -5,6 +5,7 @@ Needs libtpu, with which `scripts/check_kernels` runs these tests.
 
 import importlib.util
 import math
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -130,6 +131,14 @@ def test_does_not_grow_with_depth(programs):
     """Instructions, on which the time that compiling takes depends."""
     shallow, deep = (program.text.count(" = ") for program in programs)
     assert deep == pytest.approx(shallow, rel=0.01)
+
+
+def test_layers_share_the_schedule(programs):
+    """Sequences are sorted by their contexts once, not in every layer's attention. (The layers are a loop.)"""
+    for program in programs:
+        sorts = [line for line in program.text.split("\n") if re.search(r"\bsort\(", line)]
+        assert any("/schedule/" in line for line in sorts)
+        assert not any("/attention/" in line for line in sorts)
 
 
 def test_copies_and_sends_no_pages(programs):

@@ -30,7 +30,7 @@ def test_chunks_are_the_whole(size):
     )
     made = []
 
-    def attend(q_latent, q_rope, context_lens, query_starts):
+    def attend(q_latent, q_rope, context_lens, query_starts, schedule=None):
         made.append(len(q_latent))
         tables = batch().block_tables
         args = q_latent, q_rope, pages, tables, context_lens, query_starts
@@ -43,5 +43,7 @@ def test_chunks_are_the_whole(size):
 
 
 def test_a_decode_step_is_not_cut():
-    whole = in_chunks(lambda x, context_lens, query_starts: x, (jnp.arange(TOKENS),), batch(max_query_len=1), 1)
+    whole = in_chunks(
+        lambda x, context_lens, query_starts, schedule: x, (jnp.arange(TOKENS),), batch(max_query_len=1), 1
+    )
     np.testing.assert_array_equal(whole, np.arange(TOKENS))
