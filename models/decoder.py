@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(layers)
         self.final_norm = RMSNorm(declare, config.hidden_size, "embed", config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(declare, (config.vocab_size,), (config.hidden_size,), ("vocab",), ("embed",))
+            self.lm_head = Linear(declare, (config.vocab_size,), config.hidden_size, ("vocab",), "embed")
 
     @staticmethod
     def pages_shape(config: ModelConfig, num_pages: int, page_size: int, platform: str) -> tuple[int, ...]:

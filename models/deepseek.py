@@ -58,17 +58,17 @@ class LatentAttention(nnx.Module):
         head_axes = ("heads", "head_dim")
         if q_rank is None:
             self.q_a = self.q_a_norm = None
-            self.q = Linear(declare, (heads, config.head_dim), (embed,), head_axes, ("embed",))
+            self.q = Linear(declare, (heads, config.head_dim), embed, head_axes, "embed")
         else:
-            self.q_a = Linear(declare, (q_rank,), (embed,), ("latent",), ("embed",), use_bias=bias)
+            self.q_a = Linear(declare, (q_rank,), embed, ("latent",), "embed", use_bias=bias)
             self.q_a_norm = RMSNorm(declare, q_rank, "latent", LATENT_NORM_EPSILON)
-            self.q = Linear(declare, (heads, config.head_dim), (q_rank,), head_axes, ("latent",))
-        self.kv_a = Linear(declare, (mla.cached_dim,), (embed,), ("latent",), ("embed",), use_bias=bias)
+            self.q = Linear(declare, (heads, config.head_dim), q_rank, head_axes, "latent")
+        self.kv_a = Linear(declare, (mla.cached_dim,), embed, ("latent",), "embed", use_bias=bias)
         self.kv_a_norm = RMSNorm(declare, rank, "latent", LATENT_NORM_EPSILON)
         k_dim, v_dim = mla.qk_nope_head_dim, mla.v_head_dim
-        self.k_b, self.k_b_scale = declare.kernel((heads, k_dim), (rank,), head_axes, ("latent",), beside=v_dim)
-        self.v_b, self.v_b_scale = declare.kernel((heads, v_dim), (rank,), head_axes, ("latent",), beside=k_dim)
-        self.out = Linear(declare, (embed,), (heads, mla.v_head_dim), ("embed",), head_axes, use_bias=config.out_bias)
+        self.k_b, self.k_b_scale = declare.kernel((heads, k_dim), rank, head_axes, "latent", beside=v_dim)
+        self.v_b, self.v_b_scale = declare.kernel((heads, v_dim), rank, head_axes, "latent", beside=k_dim)
+        self.out = Linear(declare, (embed,), heads * v_dim, ("embed",), "attended", use_bias=config.out_bias)
 
     def __call__(
         self,
@@ -101,7 +101,7 @@ class LatentAttention(nnx.Module):
             kv_pages = write_latent_pages(kv_pages, latent, k_rope, batch.token_pages + first_page, batch.token_offsets)
 
         def attend(q_nope: Array, q_rope: Array, context_lens: Array, query_starts: Array, schedule: Any) -> Array:
-            """Some tokens' values [tokens, heads of this device, v_head_dim]."""
+            """Some tokens' values of this device's heads [tokens, heads * v_head_dim]."""
             with jax.named_scope("absorb"):
                 k_b = kernel_value(self.k_b, self.k_b_scale)
                 q_latent = _per_head("htn,hnr->htr", q_nope, k_b)  # [tokens, heads, kv_lora_rank]
@@ -123,9 +123,10 @@ class LatentAttention(nnx.Module):
                     schedule=schedule,
                     implementation=batch.attention,
                 )
-                attended = merge_pages(attended, lse, 1)  # [tokens, heads of this device, kv_lora_rank]
+                attended = merge_pages(attended, lse, attended.shape)  # [tokens, heads of this device, kv_lora_rank]
             with jax.named_scope("expand"):
-                return _per_head("htr,hvr->htv", attended, kernel_value(self.v_b, self.v_b_scale))
+                values = _per_head("htr,hvr->htv", attended, kernel_value(self.v_b, self.v_b_scale))
+            return values.reshape(len(values), -1)
 
         values = in_chunks(attend, (q_nope, q_rope), batch, _most_tokens(self.num_heads))
         with jax.named_scope("out"):

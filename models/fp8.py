@@ -1,9 +1,9 @@
 """Kernels kept in FP8, each block of values with a scale of its own (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
 A parameter `kernel` of type float8_e4m3fn has beside it `kernel_scale` in float32, a value for every block. A checkpoint's
-blocks are 128 x 128. Here the out axes and the in axes of a kernel may be split (heads, head_dim), and a block must not
-straddle two rows of what is split: along its last out axis and its last in axis a block is as long as the greatest common
-divisor of 128 and the axis, which is 128 in most released models.
+blocks are 128 x 128. Here the out axes of a kernel may be split (heads, head_dim), and a block must not straddle two rows of
+what is split: along its last out axis and its in axis a block is as long as the greatest common divisor of 128 and what
+a device has of the axis, which is 128 in most released models.
 """
 
 import math

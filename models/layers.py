@@ -1,8 +1,5 @@
 """The building blocks of a decoder layer. Kernels are out-major: y = x @ kernel.T."""
 
-import itertools
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,9 +15,8 @@ Axes = tuple[str | None, ...]
 FEW_TOKENS = 64  # up to which repacking a kernel outweighs multiplying by it, on CPU
 
 
-def project(x: Float[Array, "tokens *inputs"], kernel: Kernel) -> Float[Array, "tokens *outputs"]:
-    """x and an out-major kernel [*outputs, *inputs] contracted over x's axes but the first, accumulated and returned in
-    float32.
+def project(x: Float[Array, "tokens inputs"], kernel: Kernel) -> Float[Array, "tokens *outputs"]:
+    """x times an out-major kernel [*outputs, inputs], accumulated and returned in float32.
 
     float32 operands are multiplied at full precision (TPUs would otherwise round them to bfloat16). A kernel in FP8 is
     dequantised to x's dtype for the product.
@@ -30,14 +26,12 @@ def project(x: Float[Array, "tokens *inputs"], kernel: Kernel) -> Float[Array, "
     (gate_up's "mlp") would gather the kernel on every device.
     """
     if isinstance(kernel, BlockScaled):
-        outputs = kernel.shape[: len(kernel.shape) - x.ndim + 1]
-        return project(x, kernel.split(x.dtype)).reshape(-1, *outputs)
+        return project(x, kernel.split(x.dtype)).reshape(-1, *kernel.shape[:-1])
     return jax.lax.platform_dependent(x, kernel, cpu=_project_as_matrix, default=_contract)
 
 
 def _project_as_matrix(x: Array, kernel: Array) -> Array:
-    outputs, size = kernel.shape[: kernel.ndim - x.ndim + 1], math.prod(x.shape[1:])
-    x, kernel = x.reshape(-1, size), kernel.reshape(-1, size)
+    outputs, kernel = kernel.shape[:-1], kernel.reshape(-1, kernel.shape[-1])
     if x.shape[0] > FEW_TOKENS:
         return _contract(x, kernel).reshape(-1, *outputs)
     # XLA:CPU repacks the right operand of a product: with few tokens that costs more than the product itself, so the
@@ -46,20 +40,21 @@ def _project_as_matrix(x: Array, kernel: Array) -> Array:
 
 
 def _contract(x: Array, kernel: Array) -> Array:
-    inputs = x.ndim - 1
-    x_axes, kernel_axes = range(1, x.ndim), range(kernel.ndim - inputs, kernel.ndim)
     return jax.lax.dot_general(
         x,
         kernel,
-        ((tuple(x_axes), tuple(kernel_axes)), ((), ())),
+        (((1,), (kernel.ndim - 1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
 
 class Linear(nnx.Module):
-    """kernel [*out, *in], in FP8 with kernel_scale beside it, and, if asked for, bias [*out]; maps [tokens, *in] to
+    """kernel [*out, in], in FP8 with kernel_scale beside it, and, if asked for, bias [*out]; maps [tokens, in] to
     [tokens, *out] in x's dtype.
+
+    The input is one axis: a TPU keeps an array in tiles of its last two axes, and to contract over several of a kernel's
+    XLA first copies the layer's whole kernel into tiles of another shape.
 
     On a mesh a device maps its part of the inputs to its part of the outputs; inputs that are split over devices are summed
     over them, in x's dtype.
@@ -69,17 +64,17 @@ class Linear(nnx.Module):
         self,
         declare: Declare,
         out_shape: tuple[int, ...],
-        in_shape: tuple[int, ...],
+        in_size: int,
         out_axes: Axes,
-        in_axes: Axes,
+        in_axis: str,
         *,
         use_bias: bool = False,
     ) -> None:
-        self.kernel, self.kernel_scale = declare.kernel(out_shape, in_shape, out_axes, in_axes)
+        self.kernel, self.kernel_scale = declare.kernel(out_shape, in_size, out_axes, in_axis)
         self.bias = declare(out_shape, out_axes, zeros) if use_bias else None
-        self.summed = tuple(itertools.chain(*split_over(in_axes, in_shape, declare.mesh)))
+        (self.summed,) = split_over([in_axis], [in_size], declare.mesh)
 
-    def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
+    def __call__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens *outputs"]:
         y = project(x, kernel_value(self.kernel, self.kernel_scale))
         if axes_size(self.summed) > 1:
             y = sum_over(y.astype(x.dtype), self.summed)
@@ -124,10 +119,8 @@ class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202) with gate and up fused into one projection."""
 
     def __init__(self, declare: Declare, hidden_size: int, intermediate_size: int, *, use_bias: bool) -> None:
-        self.gate_up = Linear(
-            declare, (2, intermediate_size), (hidden_size,), (None, "mlp"), ("embed",), use_bias=use_bias
-        )
-        self.down = Linear(declare, (hidden_size,), (intermediate_size,), ("embed",), ("mlp",), use_bias=use_bias)
+        self.gate_up = Linear(declare, (2, intermediate_size), hidden_size, (None, "mlp"), "embed", use_bias=use_bias)
+        self.down = Linear(declare, (hidden_size,), intermediate_size, ("embed",), "mlp", use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(swiglu(self.gate_up(x)).astype(x.dtype))

@@ -36,26 +36,25 @@ class Attention(nnx.Module):
     Row g < group of a KV head's projection is its query head g, then come its K and its V.
 
     On a mesh a device computes its KV heads for the pages that it holds. The projections are split over the devices that
-    share a KV head's pages, too, by the width of the head: each of them has all of q, and a part of the output.
+    share a KV head's pages, too: each of them projects a part of every head's width and then has all of q, and of what
+    the heads attended to, side by side, a part.
     """
 
     def __init__(self, declare: Declare, config: ModelConfig) -> None:
         self.group, self.head_dim = config.group, config.head_dim
         kv_heads, embed = config.num_kv_heads, config.hidden_size
-        head_axes = ("kv_heads", "group", "kv_head_dim")
         self.qkv = Linear(
             declare,
             (kv_heads, self.group + 2, self.head_dim),
-            (embed,),
-            head_axes,
-            ("embed",),
+            embed,
+            ("kv_heads", "group", "kv_head_dim"),
+            "embed",
             use_bias=config.qkv_bias,
         )
         self.q_norm = RMSNorm(declare, self.head_dim, "head_dim", config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(declare, self.head_dim, "head_dim", config.rms_norm_eps) if config.qk_norm else None
-        self.out = Linear(
-            declare, (embed,), (kv_heads, self.group, self.head_dim), ("embed",), head_axes, use_bias=config.out_bias
-        )
+        attended = config.num_heads * self.head_dim
+        self.out = Linear(declare, (embed,), attended, ("embed",), "attended", use_bias=config.out_bias)
 
     def __call__(
         self,
@@ -99,10 +98,10 @@ class Attention(nnx.Module):
                 schedule=batch.schedule,
                 implementation=batch.attention,
             )  # [tokens, heads, head_dim]
-            attended = merge_pages(attended, lse, 2)  # [tokens, heads, head_dim of this device]
+            attended = merge_pages(attended, lse, (tokens, -1))  # [tokens, attended of this device]
 
         with jax.named_scope("out"):
-            return self.out(attended.reshape(tokens, -1, self.group, attended.shape[-1])), kv_pages
+            return self.out(attended), kv_pages
 
 
 class Llama(Decoder):

@@ -48,11 +48,9 @@ class MoE(nnx.Module):
         self.router = in_float32((experts, hidden_size), (None, "embed"), Normal(hidden_size))
         self.score_bias = in_float32((experts,), (None,), zeros) if moe.score_bias else None
         self.gate_up, self.gate_up_scale = declare.kernel(
-            (experts, 2, width), (hidden_size,), ("expert", None, "expert_mlp"), ("embed",)
+            (experts, 2, width), hidden_size, ("expert", None, "expert_mlp"), "embed"
         )
-        self.down, self.down_scale = declare.kernel(
-            (experts, hidden_size), (width,), ("expert", "embed"), ("expert_mlp",)
-        )
+        self.down, self.down_scale = declare.kernel((experts, hidden_size), width, ("expert", "embed"), "expert_mlp")
         shared = moe.shared_intermediate_size
         self.shared = GatedMLP(declare, hidden_size, shared, use_bias=shared_bias) if shared else None
 

@@ -11,15 +11,15 @@ PAGES = ("kv_page",)
 
 
 def merge_pages(
-    out: Float[Array, "tokens heads dim"], lse: Float[Array, "tokens heads"], dimension: int
-) -> Float[Array, "..."]:
-    """The attention output over all devices' keys, in out's dtype, of which a device gets its part along `dimension`.
+    out: Float[Array, "tokens heads dim"], lse: Float[Array, "tokens heads"], shape: tuple[int, ...]
+) -> Float[Array, "tokens ..."]:
+    """The attention output over all devices' keys, in out's dtype, in a shape of which a device gets its part along axis 1.
 
     Outputs are weighed by their share of the softmax's denominator, which is known by the log-sum-exp `lse`; a device that
     holds no key of a token has 0 and -inf.
     """
     if axes_size(PAGES) == 1:
-        return out
+        return out.reshape(shape)
     total = jax.nn.logsumexp(gather(lse[None], PAGES, 0), axis=0)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total))  # [tokens, heads]
-    return sum_scatter((out * share[..., None]).astype(out.dtype), PAGES, dimension)
+    return sum_scatter((out * share[..., None]).astype(out.dtype).reshape(shape), PAGES, 1)

@@ -49,19 +49,19 @@ class Declare:
     def kernel(
         self,
         out_shape: Sequence[int],
-        in_shape: Sequence[int],
+        in_size: int,
         out_axes: Sequence[str | None],
-        in_axes: Sequence[str | None],
+        in_axis: str,
         *,
         beside: int = 0,
     ) -> tuple[nnx.Param, nnx.Param | None]:
-        """(an out-major kernel [*out, *in], its scales if it is quantised).
+        """(an out-major kernel [*out, in], its scales if it is quantised).
 
         beside: how many rows of something else lie between the kernel's rows along its last out axis in a checkpoint.
         """
-        shape, axes, fan_in = (*out_shape, *in_shape), (*out_axes, *in_axes), math.prod(in_shape)
+        shape, axes = (*out_shape, in_size), (*out_axes, in_axis)
         if self.quantization is None:
-            return self(shape, axes, Normal(fan_in)), None
+            return self(shape, axes, Normal(in_size)), None
         blocks = [1] * len(shape)
         over = split_over(axes, shape, self.mesh)
         for axis, other in ((len(out_shape) - 1, beside), (len(shape) - 1, 0)):
@@ -69,7 +69,7 @@ class Declare:
             blocks[axis] = block_size(shape[axis] // splits, other)
         scales = tuple(size // block for size, block in zip(shape, blocks, strict=True))
         in_fp8, in_float32 = (dataclasses.replace(self, dtype=dtype) for dtype in (FLOAT8, jnp.float32))
-        return in_fp8(shape, axes, Normal(1)), in_float32(scales, axes, Constant(fan_in**-0.5))
+        return in_fp8(shape, axes, Normal(1)), in_float32(scales, axes, Constant(in_size**-0.5))
 
 
 @dataclass(frozen=True)

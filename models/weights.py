@@ -131,8 +131,7 @@ def _gqa_sources(config: ModelConfig, source: str, path: str) -> Iterator[Tensor
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield _whole(f"{source}.{name}.weight", (head_dim,), f"{path}.{name}.scale")
-    out_view = (embed, kv_heads, group, head_dim)
-    yield _viewed(f"{source}.o_proj.weight", (embed, config.num_heads * head_dim), out_view, f"{path}.out.kernel")
+    yield _whole(f"{source}.o_proj.weight", (embed, config.num_heads * head_dim), f"{path}.out.kernel")
     if config.out_bias:
         yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
 
@@ -168,8 +167,7 @@ def _mla_sources(
                 (slice(None),) * 3,
                 (slice(None), slice(first, first + dim), slice(None)),
             )
-    out_view = (embed, heads, mla.v_head_dim)
-    yield _viewed(f"{source}.o_proj.weight", (embed, heads * mla.v_head_dim), out_view, f"{path}.out.kernel")
+    yield _whole(f"{source}.o_proj.weight", (embed, heads * v_dim), f"{path}.out.kernel")
     if config.out_bias:
         yield _whole(f"{source}.o_proj.bias", (embed,), f"{path}.out.bias")
 

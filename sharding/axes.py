@@ -7,15 +7,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paxserve.sharding.mesh import MESH_AXES, TENSOR, MeshShape, shape_of
 
 # Tensor parallelism runs over the joint (kv_head, kv_page) axes; the KV heads themselves split only over kv_head, and
-# what is left of the tensor-parallel degree splits the pages of each sequence and, of the weights, each head's width.
-# Latent attention has no KV heads: its query heads take the whole degree ("heads"), and the ranks of its projections are
-# not split. Experts: see `expert_axes`.
+# what is left of the tensor-parallel degree splits the pages of each sequence and, of q's, k's and v's weights, each
+# head's width. Latent attention has no KV heads: its query heads take the whole degree ("heads"), and the ranks of its
+# projections are not split. What comes out of attention, all heads side by side, is one axis ("attended"), which takes the
+# whole degree. Experts: see `expert_axes`.
 RULES: Mapping[str, tuple[str, ...]] = {
     "vocab": TENSOR,
     "mlp": TENSOR,
     "heads": TENSOR,
     "kv_heads": ("kv_head",),
     "kv_head_dim": ("kv_page",),
+    "attended": TENSOR,
     "page": ("data", "kv_page"),
     "group": (),
     "head_dim": (),

@@ -124,9 +124,10 @@ def test_refuses_damaged_directories(converted):
     (converted / "params" / "_METADATA").write_text("{")
     with pytest.raises(CheckpointError, match="converted/params is not a readable Orbax checkpoint"):
         load_orbax(converted, llama(config), make_mesh())
-    (converted / "model_config.json").write_text('{"format_version": 2, "config": {}}')
+    (converted / "model_config.json").write_text('{"format_version": 1, "config": {}}')
     with pytest.raises(
-        CheckpointError, match=r"model_config\.json cannot be read: .*format_version is 2; supported is 1"
+        CheckpointError,
+        match=r"model_config\.json cannot be read: .*format_version is 1; supported is 2; convert it anew",
     ):
         resolve_model(converted)
     (converted / "model_config.json").write_text("{")

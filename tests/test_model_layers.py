@@ -20,10 +20,10 @@ def with_values(module):
     return nnx.merge(graph, random_params(declared, 0, make_mesh()))
 
 
-def test_project_contracts_every_axis_but_the_first():
-    x, kernel = RANDOM.standard_normal((3, 2, 4)), RANDOM.standard_normal((5, 6, 2, 4))
+def test_project_keeps_every_axis_of_the_kernel_but_the_last():
+    x, kernel = RANDOM.standard_normal((3, 4)), RANDOM.standard_normal((5, 6, 2, 4))
     y = project(jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32))
-    np.testing.assert_allclose(y, np.einsum("tab,opab->top", x, kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, np.einsum("ti,abci->tabc", x, kernel), rtol=1e-5, atol=1e-5)
 
 
 def test_project_accumulates_bfloat16_in_float32():
@@ -50,7 +50,7 @@ def test_rms_norm():
 
 
 def test_linear_keeps_the_dtype_and_adds_the_bias():
-    linear = with_values(Linear(DECLARE, (2, 3), (4,), (None, "mlp"), ("embed",), use_bias=True))
+    linear = with_values(Linear(DECLARE, (2, 3), 4, (None, "mlp"), "embed", use_bias=True))
     linear.bias[...] = jnp.arange(6.0).reshape(2, 3)
     x = jnp.zeros((5, 4), jnp.bfloat16)
     assert linear(x).dtype == jnp.bfloat16

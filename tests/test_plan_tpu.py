@@ -1,4 +1,5 @@
-"""The step compiled for TPUs that are not there: it communicates what the model says and nothing else, and copies no pages.
+"""The step compiled for TPUs that are not there: it communicates what the model says and nothing else, and copies neither
+pages nor kernels.
 
 Needs libtpu, with which `scripts/check_kernels` runs these tests.
 """
@@ -59,6 +60,8 @@ class Program:
         pages = builder.state_shapes(limits).kv_pages
         pages_bytes = math.prod(pages.sharding.shard_shape(pages.shape)) * pages.dtype.itemsize
         self.layer_bytes = pages_bytes // self.model.num_layers
+        shards = [param.sharding.shard_shape(param.shape) for param in builder.params]
+        self.stacks = {shape for shape in shards if len(shape) > 2}  # kernels of a run of layers
         compiled = builder.lower_step(Bucket(SEQS, SEQS, decode=True), limits).compile()
         self.text, self.temporaries = compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
 
@@ -111,6 +114,29 @@ def of_model(model, mesh):
     return found
 
 
+ARRAY = r"\w+\[([\d,]+)\]"
+CALLED = r"calls=%([\w.\-]+)"
+
+
+def readers(text, stacks):
+    """(instruction, whether it writes as much as a layer's kernel without a product) for all that read a stack of kernels.
+
+    Whole stacks that are small are fetched ahead (copy-start), which is none of these.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{\n((?:.+\n)*?)\}", text, re.MULTILINE))
+    fused = set(re.findall(CALLED, text))
+    lines = [line for name, body in bodies.items() if name not in fused for line in body.splitlines()]
+    arrays = (re.match(rf"\s+(?:ROOT )?%([\w.\-]+) = {ARRAY}", line) for line in lines)
+    shapes = {match[1]: tuple(map(int, match[2].split(","))) for match in arrays if match}
+    for line in lines:
+        match = re.search(r" = (.*?) (?:fusion|copy|slice|dynamic-slice|reshape|transpose)\((.*?)\)", line)
+        operands = [shapes.get(name) for name in re.findall(r"%([\w.\-]+)", match[2])] if match else []
+        if read := stacks.intersection(operands):
+            is_product = any(re.search(r" (?:convolution|dot)\(", bodies[name]) for name in re.findall(CALLED, line))
+            written = sum(math.prod(map(int, sizes.split(","))) for sizes in re.findall(ARRAY, match[1]))
+            yield line, not is_product and written >= min(math.prod(shape[1:]) for shape in read)
+
+
 def test_communicates_what_the_model_says(programs):
     """What remains is that everybody is told each sequence's token, its logprob and rank, and the likeliest tokens."""
     drawn = SEQS * (INT32 + F32 + INT32 + MAX_LOGPROBS * (INT32 + F32))
@@ -139,6 +165,13 @@ def test_layers_share_the_schedule(programs):
         sorts = [line for line in program.text.split("\n") if re.search(r"\bsort\(", line)]
         assert any("/schedule/" in line for line in sorts)
         assert not any("/attention/" in line for line in sorts)
+
+
+def test_copies_no_kernel(programs):
+    for program in programs:
+        found = dict(readers(program.text, program.stacks))
+        assert found
+        assert not [line for line, copied in found.items() if copied]
 
 
 def test_copies_and_sends_no_pages(programs):

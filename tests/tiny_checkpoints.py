@@ -117,8 +117,7 @@ def expected_params(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict
                 gate_up = np.stack([layer[f"mlp.gate_proj.{kind}"], layer[f"mlp.up_proj.{kind}"]])
                 params[f"layers.{i}.mlp.gate_up.{ours}"] = gate_up
                 params[f"layers.{i}.mlp.down.{ours}"] = layer[f"mlp.down_proj.{kind}"]
-        out = layer["self_attn.o_proj.weight"]
-        params[f"layers.{i}.attn.out.kernel"] = out.reshape(-1, kv_heads, group, dim)
+        params[f"layers.{i}.attn.out.kernel"] = layer["self_attn.o_proj.weight"]
         for theirs, ours in (
             ("self_attn.o_proj.bias", "attn.out.bias"),
             ("input_layernorm.weight", "attn_norm.scale"),

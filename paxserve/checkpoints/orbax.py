@@ -1,6 +1,6 @@
 """Model directories of our own: parameters in an Orbax checkpoint, the configuration as JSON beside it.
 
-model_config.json   {"format_version": 1, "config": every field of ModelConfig}
+model_config.json   {"format_version": 2, "config": every field of ModelConfig}
 params/             the Orbax checkpoint (https://orbax.readthedocs.io): a tree of dicts, '.'-joined paths as in
                     models/weights.py, always in the spelling of unrolled layers
 """
@@ -23,7 +23,7 @@ from paxserve.models.config import ModelConfig
 
 CONFIG_FILE = "model_config.json"
 PARAMS_DIR = "params"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # in 1 the kernel of attention's output projection had an axis for the heads
 CHUNK_BYTES = 2**20  # what is read at the least: without it Orbax writes, and reads, an array as one chunk
 
 
@@ -44,7 +44,9 @@ def orbax_config(directory: str | Path) -> ModelConfig:
     try:
         facts = json.loads(file.read_bytes())
         if facts["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version is {facts['format_version']}; supported is {FORMAT_VERSION}")
+            raise ValueError(
+                f"format_version is {facts['format_version']}; supported is {FORMAT_VERSION}; convert it anew"
+            )
         return config_from_json(facts["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from error
