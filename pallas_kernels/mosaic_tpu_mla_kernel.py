@@ -248,7 +248,8 @@ def attend(
                         in_lanes = jnp.where(is_own(first + lane[:1]), in_lanes, lse[mine, tile, i : i + 1])
                     lse[mine, tile, i : i + 1] = in_lanes
             has_work = [stream.field(END_KEY, step * tiles + tile) > 0 for tile in range(tiles)]
-            copies.close(step, step == end - 1, has_work)
+            live = functools.reduce(jnp.add, [x.astype(jnp.int32) for x in has_work])
+            copies.close(step, step == end - 1, live)
 
         @pl.when(pl.program_id(1) == 0)
         def _() -> None:
@@ -297,7 +298,7 @@ def attend(
                 [[pltpu.VMEM((part_rows, half), dtype)] * 2] * chains,
                 [
                     [pltpu.VMEM((2, tiles, *size), kind) for size, kind in results],
-                    *results_scratch(tiles),
+                    *results_scratch(),
                 ],
                 *scratch(tiles, block_pages, shape.slots, latent_pages.shape[1:], latent_pages.dtype),
             ],

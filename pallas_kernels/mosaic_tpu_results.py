@@ -2,7 +2,7 @@
 
 A *tile* has a block of rows of every output. Tiles of one block follow one another, each with rows of its own in it: they
 share a buffer in VMEM, which is copied after the last of them. There are two buffers, one being filled while the other is
-copied. A tile without work is not copied: what lies in its block stays.
+copied. Tiles without work, which come last in a step, are not copied: what lies in their blocks stays.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
+
+SLOT = 2  # in the state: the buffer in use, after how many tiles are being copied from each
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Results:
 
     def start(self) -> None:
         """In a core's first step: nothing is being copied."""
-        for i in range(1 + 2 * self.tiles):
+        for i in range(SLOT + 1):
             self.state[i] = 0
 
     def open(self, step: Array, is_first: Array) -> Array:
@@ -42,25 +44,24 @@ class Results:
 
         @pl.when(is_first | (self.tiles > 1) | (self.blocks[step] != before))
         def _() -> None:
-            self.state[0] = 1 - self.state[0]
-            self._wait(self.state[0])
+            self.state[SLOT] = 1 - self.state[SLOT]
+            self._wait(self.state[SLOT])
 
-        return self.state[0]
+        return self.state[SLOT]
 
-    def close(self, step: Array, is_last: Array, has_work: Sequence[Array]) -> None:
-        """Copy a step's results if they are all there are of their blocks, and wait for all copies in a core's last step."""
+    def close(self, step: Array, is_last: Array, tiles: Array) -> None:
+        """Copy a step's first `tiles` results if they are all there are of their blocks; in a core's last step wait for all."""
         after = self.blocks[jnp.minimum(step + 1, self.blocks.shape[0] - 1)]
-        slot = self.state[0]
+        slot = self.state[SLOT]
 
         @pl.when(is_last | (self.tiles > 1) | (self.blocks[step] != after))
         def _() -> None:
-            for tile in range(self.tiles):
+            self.state[slot] = tiles
 
-                @pl.when(has_work[tile])
-                def _(tile: int = tile) -> None:
-                    self.state[1 + slot * self.tiles + tile] = 1
-                    for copy in self._copies(slot, tile, self.blocks[step * self.tiles + tile]):
-                        copy.start()
+            @pl.loop(0, tiles)
+            def _(tile: Array) -> None:
+                for copy in self._copies(slot, tile, self.blocks[step * self.tiles + tile]):
+                    copy.start()
 
         @pl.when(is_last)
         def _() -> None:
@@ -68,22 +69,20 @@ class Results:
             self._wait(jnp.int32(1))
 
     def _wait(self, slot: Array) -> None:
-        for tile in range(self.tiles):
-            at = 1 + slot * self.tiles + tile
+        @pl.loop(0, self.state[slot])
+        def _(tile: Array) -> None:
+            for copy in self._copies(slot, tile, 0):
+                copy.wait()
 
-            @pl.when(self.state[at] == 1)
-            def _(tile: int = tile, at: Array = at) -> None:
-                self.state[at] = 0
-                for copy in self._copies(slot, tile, 0):
-                    copy.wait()
+        self.state[slot] = 0
 
-    def _copies(self, slot: Array, tile: int, block: Array | int) -> list[Any]:
+    def _copies(self, slot: Array, tile: Array, block: Array | int) -> list[Any]:
         return [
             pltpu.make_async_copy(buffer.at[slot, tile], out.at[block], self.sem.at[slot])
             for buffer, out in zip(self.buffers, self.outs, strict=True)
         ]
 
 
-def scratch(tiles: int) -> tuple[Any, ...]:
+def scratch() -> tuple[Any, ...]:
     """What results keep in the kernel's memory beside the buffers."""
-    return pltpu.SMEM((1 + 2 * tiles,), jnp.int32), pltpu.SemaphoreType.DMA((2,))
+    return pltpu.SMEM((SLOT + 1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))

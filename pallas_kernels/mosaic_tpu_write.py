@@ -140,7 +140,7 @@ def write_rows(
                 row = lax.rem(offset[token], tile_rows)
                 old = pltpu.bitcast(tiles[count].reshape(heads * tile_rows, width), jnp.int32)
                 old = old.reshape(heads, sublanes, width)
-                value = jnp.broadcast_to(new[i][:, None], old.shape)
+                value = jnp.broadcast_to(new[i if heads > 1 else pl.ds(i, 1)][:, None], old.shape)
                 if packed > 1:
                     shift = lax.rem(row, packed) * bits
                     value = (old & ~lax.shift_left(2**bits - 1, shift)) | lax.shift_left(value, shift)
@@ -157,14 +157,15 @@ def write_rows(
         lax.fori_loop(0, chunk, put, jnp.int32(-1))
         pl.loop(0, count)(lambda _: pltpu.make_async_copy(tiles.at[0], tiles.at[0], written).wait())
 
-    as_bits = lax.bitcast_convert_type(rows, f"uint{bits}").astype(jnp.uint32)
+    row = (heads, width) if heads > 1 else (width,)  # of one head XLA would give every row a memory tile of its own
+    as_bits = lax.bitcast_convert_type(rows.reshape(tokens, *row), f"uint{bits}").astype(jnp.uint32)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=((tokens + spare) // chunk,),
             in_specs=[
-                pl.BlockSpec((chunk, heads, width), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((chunk, *row), lambda i, *_: (i, *[0] * len(row))),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
@@ -187,6 +188,6 @@ def write_rows(
     )(
         jnp.pad(token_pages.astype(jnp.int32), (0, spare), constant_values=-1),
         jnp.pad(token_offsets.astype(jnp.int32), (0, spare)),
-        jnp.pad(lax.bitcast_convert_type(as_bits, jnp.int32), ((0, spare), (0, 0), (0, 0))),
+        jnp.pad(lax.bitcast_convert_type(as_bits, jnp.int32), ((0, spare), *[(0, 0)] * len(row))),
         pages,
     )

@@ -9,7 +9,7 @@ from chips import TPUS
 from figures import CONTEXT, SEQS, Figures, decode_cycles, stored_bytes
 from schedule import Kernel, numbers_in
 
-from paxserve.pallas_kernels import mla_pages_shape, mosaic_tpu_mla
+from paxserve.pallas_kernels import mla_pages_shape, mosaic_tpu, mosaic_tpu_mla
 from paxserve.pallas_kernels.mosaic_tpu_kernel import ISSUE
 
 
@@ -68,7 +68,7 @@ class MLACase:
         tokens = seqs * self.queries
 
         def attend(*arrays: jax.Array) -> Any:
-            return mosaic_tpu_mla.mla_paged_attention(
+            return mosaic_tpu.mla_paged_attention(
                 *arrays,
                 scale=0.1,
                 soft_cap=None,
