@@ -26,6 +26,9 @@ NO_WINDOW = 2**30
 KVPages = Num[Array, "layers_pages *page"]
 Window = Int[Array, ""] | int | None
 
+Carry = tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]
+"""From layer to layer: x and y, whose sum is the layer's input, and the pages."""
+
 
 class DecoderLayer(nnx.Module):
     """Layer `index`, or all those of a run that begins there: its parameters get a leading axis if `declare` stacks them.
@@ -48,19 +51,25 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens embed"],
+        y: Float[Array, "tokens embed"],
         kv_pages: KVPages,
         batch: AttentionBatch,
         rope: RopeTable,
         layer: Int[Array, ""] | int,
         window: Window,
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    ) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]:
+        """(x, y, kv_pages) of the next layer: its input is x + y.
+
+        Whoever normalises x + y also adds: XLA makes one pass of both, but none across the turns of a scan.
+        """
         with jax.named_scope("attention"):
+            x = x + y
             attended, kv_pages = self.attn(self.attn_norm(x), kv_pages, batch, rope, layer, window)
             x = x + attended
         with jax.named_scope("mlp"):
             y = self.mlp_norm(x)
             y = self.mlp(y, layer) if isinstance(self.mlp, MoE) else self.mlp(y)
-            return x + y, kv_pages
+            return x, y, kv_pages
 
 
 class Decoder(nnx.Module):
@@ -128,9 +137,9 @@ class Decoder(nnx.Module):
             batch = dataclasses.replace(batch, schedule=self.schedule(x, kv_pages, batch))
         with jax.named_scope("layers"):
             run = self._scanned if self.scan_layers else self._unrolled
-            x, kv_pages = run(x, kv_pages, batch, rope)
+            x, y, kv_pages = run((x, jnp.zeros_like(x), kv_pages), batch, rope)
         with jax.named_scope("final_norm"):
-            return self.final_norm(x), kv_pages
+            return self.final_norm(x + y), kv_pages
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """float32 scores of the next token for rows of hidden states, on a mesh for this device's part of the vocabulary."""
@@ -138,40 +147,34 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             return project(hidden, kernel[...])
 
-    def _unrolled(
-        self, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    def _unrolled(self, carry: Carry, batch: AttentionBatch, rope: RopeTable) -> Carry:
         for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             graph, params = nnx.split(layer)
-            x, kv_pages = _run_layer(graph, window, params, x, kv_pages, batch, rope, jnp.int32(index))
-        return x, kv_pages
+            carry = _run_layer(graph, window, params, carry, batch, rope, jnp.int32(index))
+        return carry
 
-    def _scanned(
-        self, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    def _scanned(self, carry: Carry, batch: AttentionBatch, rope: RopeTable) -> Carry:
         for run, layers in zip(self.config.alike_layers(), self.layers, strict=True):
-            x, kv_pages = self._scan_run(run, layers, x, kv_pages, batch, rope)
-        return x, kv_pages
+            carry = self._scan_run(run, layers, carry, batch, rope)
+        return carry
 
     def _scan_run(
-        self, run: range, layers: DecoderLayer, x: Array, kv_pages: KVPages, batch: AttentionBatch, rope: RopeTable
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        self, run: range, layers: DecoderLayer, carry: Carry, batch: AttentionBatch, rope: RopeTable
+    ) -> Carry:
         windows = [self.config.windows[index] for index in run]
         uniform = len(set(windows)) == 1
         stacked_windows = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
         # Experts' kernels are not sliced by the scan: see MoE.
         graph, *(experts, stacked) = nnx.split(layers, lambda path, param: "expert" in param.axes, ...)
 
-        def body(
-            carry: tuple[Array, KVPages], scanned: tuple[nnx.State, Array, Array]
-        ) -> tuple[tuple[Array, Array], None]:
+        def body(carry: Carry, scanned: tuple[nnx.State, Array, Array]) -> tuple[Carry, None]:
             params, index, window = scanned
             layer = nnx.merge(graph, experts, params)
             return layer(*carry, batch, rope, index, windows[0] if uniform else window), None
 
         indices = jnp.arange(run.start, run.stop, dtype=jnp.int32)
-        (x, kv_pages), _ = jax.lax.scan(body, (x, kv_pages), (stacked, indices, stacked_windows))
-        return x, kv_pages
+        carry, _ = jax.lax.scan(body, carry, (stacked, indices, stacked_windows))
+        return carry
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -179,11 +182,10 @@ def _run_layer(
     graph: nnx.GraphDef,
     window: int | None,
     params: nnx.State,
-    x: Array,
-    kv_pages: KVPages,
+    carry: Carry,
     batch: AttentionBatch,
     rope: RopeTable,
     layer: Int[Array, ""],
-) -> tuple[Float[Array, "tokens embed"], KVPages]:
+) -> Carry:
     """A layer as a function of its parameters and number, so that layers alike are traced once."""
-    return nnx.merge(graph, params)(x, kv_pages, batch, rope, layer, window)
+    return nnx.merge(graph, params)(*carry, batch, rope, layer, window)
