@@ -1,10 +1,9 @@
 """Attention over a sequence whose pages are dealt over several devices: each has its own keys' part of the result."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxserve.sharding import axes_size, gather, sum_scatter
+from paxserve.sharding import axes_size, logsumexp_over, sum_scatter
 
 PAGES = ("kv_page",)
 """The mesh axis that pages are dealt over."""
@@ -20,6 +19,6 @@ def merge_pages(
     """
     if axes_size(PAGES) == 1:
         return out.reshape(shape)
-    total = jax.nn.logsumexp(gather(lse[None], PAGES, 0), axis=0)
+    total = logsumexp_over(lse, PAGES)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total))  # [tokens, heads]
     return sum_scatter((out * share[..., None]).astype(out.dtype).reshape(shape), PAGES, 1)

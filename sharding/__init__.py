@@ -4,7 +4,7 @@ Knows no model and no request.
 """
 
 from paxserve.sharding.axes import RULES, expert_axes, named_sharding, split_over, to_spec
-from paxserve.sharding.collectives import axes_rank, axes_size, exchange, gather, sum_over, sum_scatter
+from paxserve.sharding.collectives import axes_rank, axes_size, exchange, gather, logsumexp_over, sum_over, sum_scatter
 from paxserve.sharding.distributed import ClusterError, Place, find_place, join, leave
 from paxserve.sharding.link import Link
 from paxserve.sharding.mesh import (
@@ -36,6 +36,7 @@ __all__ = [
     "gather",
     "join",
     "leave",
+    "logsumexp_over",
     "make_mesh",
     "mesh_shape",
     "named_sharding",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 TWO_STAGES = 16
 """Devices from which on gathers and scatters go in two stages. Of one over all devices of a large TPU slice XLA makes an
@@ -28,6 +28,15 @@ def axes_rank(axes: Sequence[str]) -> Int[Array, ""] | int:
 def sum_over(x: Shaped[Array, "..."], axes: Sequence[str]) -> Shaped[Array, "..."]:
     """The sum of what the devices along these axes hold."""
     return jax.lax.psum(x, _live(axes)) if axes_size(axes) > 1 else x
+
+
+def logsumexp_over(x: Float[Array, "..."], axes: Sequence[str]) -> Float[Array, "..."]:
+    """The log of the summed exponentials of what the devices along these axes hold, each of which may be -inf."""
+    if axes_size(axes) == 1:
+        return x
+    for groups in _stages(axes_size(axes)):
+        x = jax.nn.logsumexp(jax.lax.all_gather(x, _live(axes), axis_index_groups=groups), axis=0)
+    return x
 
 
 def gather(x: Shaped[Array, "..."], axes: Sequence[str], dimension: int) -> Shaped[Array, "..."]:

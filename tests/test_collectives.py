@@ -1,4 +1,4 @@
-"""Gathers and scatters over a mesh, in one stage and in two, give what NumPy gives."""
+"""Gathers, scatters and sums of exponentials over a mesh, in one stage and in two, give what NumPy gives."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from paxserve.sharding.collectives import _stages
 CHECK = """
 import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from paxserve.sharding import MESH_AXES, gather, sum_scatter
+from paxserve.sharding import MESH_AXES, gather, logsumexp_over, sum_scatter
 
 rng = np.random.default_rng(0)
 for sizes in ((1, 1, 16), (1, 2, 12), (2, 1, 12), (1, 3, 8), (1, 24, 1)):
@@ -31,6 +31,12 @@ for sizes in ((1, 1, 16), (1, 2, 12), (2, 1, 12), (1, 3, 8), (1, 24, 1)):
             parts = rng.integers(-9, 9, (np.prod([mesh.shape[axis] for axis in axes]), 48, 48, 48))
             summed = run(lambda x: sum_scatter(x[0], axes, dimension), parts, P(axes), P(*spec))
             np.testing.assert_array_equal(summed, parts.sum(axis=0))
+            logs = np.where(parts[:, 0] < -5, -np.inf, parts[:, 0]).astype(np.float32)
+            logs[:, 0, 0] = -np.inf
+            with np.errstate(divide="ignore"):
+                expected = np.log(np.exp(logs.astype(np.float64)).sum(axis=0))
+            found = run(lambda x: logsumexp_over(x[0], axes), logs, P(axes), P())
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 """
 
 
