@@ -167,6 +167,17 @@ def test_layers_share_the_schedule(programs):
         assert not any("/attention/" in line for line in sorts)
 
 
+def test_latent_queries_and_outputs_stay_where_they_are(programs):
+    """The kernel finds each sequence's rows: nothing around it moves all heads' 512 or 576 numbers."""
+    for program in programs:
+        if program.model.mla is None:
+            continue
+        around = [line for line in program.text.split("\n") if "/paged_attention/" in line]
+        assert any("mla_paged_attention_" in line for line in around)
+        moved = re.compile(rf"%(gather|scatter|pad|slice)[\w.]* = \w+\[{SEQS},{program.model.num_heads},5\d\d\]")
+        assert not [line for line in around if moved.search(line)]
+
+
 def test_copies_no_kernel(programs):
     for program in programs:
         found = dict(readers(program.text, program.stacks))
