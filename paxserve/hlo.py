@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read from its text (HLO)."""
+"""What a compiled program consists of and communicates, read from its text (HLO)."""
 
 import re
 from collections import Counter
@@ -38,8 +38,8 @@ class Collective:
         return self.bytes if self.kind == "collective-permute" else others * self.bytes
 
 
-def collectives(text: str) -> Counter[Collective]:
-    """How often a program runs each of its collectives: those of a loop as many times as it turns, if that is known."""
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """(a program's computations by name, each as its lines; the name of the one that it begins with)."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -50,6 +50,12 @@ def collectives(text: str) -> Counter[Collective]:
                 entry = name
         elif name:
             bodies[name].append(line)
+    return bodies, entry
+
+
+def collectives(text: str) -> Counter[Collective]:
+    """How often a program runs each of its collectives: those of a loop as many times as it turns, if that is known."""
+    bodies, entry = computations(text)
     found: Counter[Collective] = Counter()
     stack = [(entry, 1)]
     while stack:
