@@ -57,6 +57,11 @@ class Programs:
     set_history: jax.stages.Compiled
 
 
+COMPILER_OPTIONS = {"tpu": {"xla_tpu_enable_offloading_scatter_to_sparsecore": False}}
+"""By platform. libtpu 0.0.42 crashes now and then if two programs that have code for sparse cores are compiled at a time; ours
+would have it for the small scatters of sampling alone."""
+
+
 class ProgramBuilder:
     """Lowers and compiles the programs of one model on one mesh."""
 
@@ -83,6 +88,7 @@ class ProgramBuilder:
         self.params = tuple(leaves)
         placed = tuple(leaf.sharding.spec for leaf in leaves)
         pages = to_spec(family.pages_axes, (), shape)
+        self._compiler_options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
         self._spec = StepSpec(graph, tree, mesh, placed, pages, 0, page_size, attention)
 
     def placed(self, spec: PartitionSpec) -> NamedSharding:
@@ -115,7 +121,9 @@ class ProgramBuilder:
         nothing = [StepPlan(())] * limits.mesh.data
         inputs = jax.tree.map(self._like, pack(nothing, bucket, limits), INPUTS)
         sampling = jax.tree.map(lambda array: self._like(array, GROUP), pack_sampling(nothing, bucket.seqs))
-        jitted = jax.jit(functools.partial(step, spec, bucket.decode), donate_argnums=1)
+        jitted = jax.jit(
+            functools.partial(step, spec, bucket.decode), donate_argnums=1, compiler_options=self._compiler_options
+        )
         return jitted.lower(self.params, self.state_shapes(limits), inputs, sampling)
 
     def step_bytes(self, limits: Limits) -> int:

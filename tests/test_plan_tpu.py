@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from step_costs import loops
 
 from paxserve.buckets import Bucket
 from paxserve.chips import describe
@@ -176,6 +177,22 @@ def test_latent_queries_and_outputs_stay_where_they_are(programs):
         assert any("mla_paged_attention_" in line for line in around)
         moved = re.compile(rf"%(gather|scatter|pad|slice)[\w.]* = \w+\[{SEQS},{program.model.num_heads},5\d\d\]")
         assert not [line for line in around if moved.search(line)]
+
+
+def test_what_the_compiler_expects_of_operations(programs):
+    """As scripts/step_cost shows it: products cost something, and kernels are among what it knows nothing of."""
+    for program in programs:
+        layer, *_ = loops(program.text).values()
+        products = [each for each in layer if each.scope.endswith("dot_general")]
+        assert products
+        assert all(each.cycles and each.cycles > 1000 for each in products)
+        assert any("paged_attention_" in each.name and each.cycles is None for each in layer)
+
+
+def test_has_no_code_for_sparse_cores(programs):
+    """For which libtpu crashes when it compiles two programs at a time; see programs.py."""
+    for program in programs:
+        assert "sparsecore" not in program.text
 
 
 def test_copies_no_kernel(programs):
