@@ -59,7 +59,7 @@ class Programs:
 
 COMPILER_OPTIONS = {"tpu": {"xla_tpu_enable_offloading_scatter_to_sparsecore": False}}
 """By platform. libtpu 0.0.42 crashes now and then if two programs that have code for sparse cores are compiled at a time; ours
-would have it for the small scatters of sampling alone."""
+would have it for small scatters alone, of sampling, routing and bookkeeping."""
 
 
 class ProgramBuilder:
@@ -88,7 +88,7 @@ class ProgramBuilder:
         self.params = tuple(leaves)
         placed = tuple(leaf.sharding.spec for leaf in leaves)
         pages = to_spec(family.pages_axes, (), shape)
-        self._compiler_options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
+        self._jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
         self._spec = StepSpec(graph, tree, mesh, placed, pages, 0, page_size, attention)
 
     def placed(self, spec: PartitionSpec) -> NamedSharding:
@@ -121,9 +121,7 @@ class ProgramBuilder:
         nothing = [StepPlan(())] * limits.mesh.data
         inputs = jax.tree.map(self._like, pack(nothing, bucket, limits), INPUTS)
         sampling = jax.tree.map(lambda array: self._like(array, GROUP), pack_sampling(nothing, bucket.seqs))
-        jitted = jax.jit(
-            functools.partial(step, spec, bucket.decode), donate_argnums=1, compiler_options=self._compiler_options
-        )
+        jitted = self._jit(functools.partial(step, spec, bucket.decode), donate_argnums=1)
         return jitted.lower(self.params, self.state_shapes(limits), inputs, sampling)
 
     def step_bytes(self, limits: Limits) -> int:
@@ -146,18 +144,18 @@ class ProgramBuilder:
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {}
         for bucket in sorted(buckets, reverse=True):  # the longest compilations first
             jobs[bucket] = functools.partial(self.lower_step, bucket, limits)
-        prompt = jax.jit(functools.partial(prompt_logprobs, self._spec))
+        prompt = self._jit(functools.partial(prompt_logprobs, self._spec))
         taken = self._shape((PROMPT_LOGPROB_ROWS, self.model.hidden_size), self.dtype)
         jobs["prompt_logprobs"] = functools.partial(prompt.lower, self.params, taken, rows)
-        take = jax.jit(_take_rows, out_shardings=self.placed(EVERYWHERE))
+        take = self._jit(_take_rows, out_shardings=self.placed(EVERYWHERE))
         for tokens in {bucket.tokens for bucket in buckets}:
             hidden = self._shape((mesh.data, tokens, self.model.hidden_size), self.dtype, GROUP)
             jobs[tokens] = functools.partial(take.lower, hidden, number, rows)
-        copy = jax.jit(functools.partial(copy_in_groups, self._spec, self.model.num_layers), donate_argnums=0)
+        copy = self._jit(functools.partial(copy_in_groups, self._spec, self.model.num_layers), donate_argnums=0)
         pairs = self._shape((mesh.data, mesh.kv_page, limits.max_num_seqs), jnp.int32, GROUP_AND_PAGES)
         jobs["copy_pages"] = functools.partial(copy.lower, state, pairs, pairs)
         placed = jax.tree.map(lambda shape: shape.sharding, state)
-        set_history = jax.jit(_set_history, donate_argnums=0, out_shardings=placed)
+        set_history = self._jit(_set_history, donate_argnums=0, out_shardings=placed)
         row = self._shape((limits.max_model_len,), jnp.int32)
         jobs["set_history"] = functools.partial(set_history.lower, state, number, number, row)
 
