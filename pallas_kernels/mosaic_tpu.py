@@ -7,7 +7,8 @@ writes its own rows. A batch that mixes both kinds is two calls of the kernel; `
 
 Block sizes are tuned (`tuning.py`). Of decodes: block_keys of a tile's block, at most; chains, of 8 rows: tiles times heads
 that are computed side by side. Of longer queries: query_rows of a tile and KV head; query_keys that these are computed with
-at a time; turn, units of the pipeline in a turn, at most. Of both: slots, blocks in VMEM; a pipeline uses two at a time.
+at a time; turn, units of the pipeline in a turn, at most; hoisting, see `compiler_params`. Of both: slots, blocks in VMEM;
+a pipeline uses two at a time.
 
 On CPU the kernel is simulated, slowly: its copies, semaphores and memories as on the chip.
 """
@@ -42,6 +43,7 @@ from paxserve.pallas_kernels.xla import Window, finish
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16")
 """Of queries and pages; uint16 is how bfloat16 pages are stored on CPU."""
 
+PIPELINE_KEYS = 1024  # of a block of a prefill's, at most: all of them are computed, if only one is there
 SLOTS_BYTES = 32 * 2**20  # of VMEM for blocks, at most
 STATE_BYTES = 12 * 2**20  # of VMEM for a tile's queries, output and softmax, about
 
@@ -211,15 +213,15 @@ def paged_attention(
             page_offset=page_offset,
         )
     window = _narrowed(window, block_tables.shape[1] * page_size * page_stride)
-    has_whole_lanes = head_dim % LANES == 0
+    key_dim = min(-(-head_dim // LANES) * LANES, width)
 
     def compute(plan: Plan, rows: Float[Array, "tiles kv_heads rows head_dim"]) -> tuple[Array, Array]:
-        rows = rows if has_whole_lanes else jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
         out, lse = attend(
-            rows,
+            jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, key_dim - head_dim))),
             kv_pages,
             block_tables.astype(jnp.int32),
             plan,
+            head_dim=head_dim,
             scale=jnp.float32(scale if k_scale is None else scale * k_scale),
             window=window,
             soft_cap=soft_cap,
@@ -316,14 +318,15 @@ def _plan_prefills(
     most_rows = min(tuned["query_rows"], STATE_BYTES // state_bytes)
     block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
     blocks, rows = -(-tokens // block), block * group
-    # An even number of units, so that their buffers alternate: an odd number of KV heads needs two pieces.
-    pieces = 1 + kv_heads % 2
+    # An even number of units, so that their buffers alternate, and with few KV heads more pieces for longer turns.
+    pieces = max(min(tuned["turn"] // kv_heads, PIPELINE_KEYS // tuned["query_keys"]), 1 + kv_heads % 2)
     block_pages = max(
         pages.block_pages(pieces * tuned["query_keys"], kv_heads * pages.row_bytes, tuned["slots"]), pieces
     )
     keys = block_pages * pages.page_size // pieces
     turn = max(n for n in range(2, tuned["turn"] + 1, 2) if kv_heads * pieces % n == 0)
-    shape = Shape(rows, group, 1, 1, block_pages, keys, tuned["slots"], pages.stride, turn)
+    slots, hoisting = tuned["slots"], tuned["hoisting"]
+    shape = Shape(rows, group, 1, 1, block_pages, keys, slots, pages.stride, turn, hoisting)
 
     starts, ends = query_starts[:-1], query_starts[1:]
     first_block = starts // block

@@ -11,9 +11,10 @@ window's) to its last: as many as its longest tile has. Running maximum, sum and
 (arXiv:1805.02867) lie in VMEM scratch; `heads` KV heads are computed at a time.
 
 Pipeline. The chain of a tile of many rows is long enough to keep all units busy, but only one after the other. It is cut
-into three stages, logits and maxima - weights - output, with VMEM buffers between them, and the work into *units*, one KV
+into three stages, logits - maxima and weights - output, with VMEM buffers between them, and the work into *units*, one KV
 head's `keys` keys. While a unit is at one stage, the unit before it is at the next and the unit after it at the one before;
-that goes on across blocks, so that a block is in use until the next one's first two units are begun. A turn is `turn` units.
+that goes on across blocks, so that a block is in use until the next one's first two units are begun. A turn is `turn` units,
+in two versions: only one of them looks where keys are hidden from rows, which takes more than a tenth of its time.
 Buffers are cut into parts of a few rows, each an array of its own: a part is waited for, not all of a unit.
 
 Dealt pages. If only every `stride`-th page of a sequence is in its block table, positions are counted from the first of
@@ -40,6 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
+from paxserve.pallas_kernels.mosaic_tpu_compiler import compiler_params
 from paxserve.pallas_kernels.mosaic_tpu_plan import (
     END_KEY,
     END_PAGE,
@@ -59,7 +61,6 @@ MASKED = -1e30  # a hidden logit
 LOWEST = -1e29  # where running maxima start, above MASKED: the exponential of their distance is 0
 TINY = 1e-30
 PIPELINE_ROWS = 32  # of a part of the buffers between the stages of the pipeline
-VMEM_LIMIT = 56 * 2**20  # of the smallest VMEM, 64 MiB on v5p and v7x, what a kernel may use
 LANES = 128
 HBM_ROWS = {4: 8, 2: 8, 1: 32}  # of a memory tile in HBM, by the bytes of a number
 LOG2_E = 1.4426950408889634
@@ -78,6 +79,7 @@ class Shape:
     slots: blocks in VMEM.
     stride: which pages of a sequence the block tables hold, the first and every `stride`-th after it.
     turn: units of a pipeline's turn, an even divisor of a block's KV heads times pieces; 0 computes without a pipeline.
+    hoisting: of a pipeline, see `compiler_params`.
     """
 
     rows: int
@@ -89,6 +91,7 @@ class Shape:
     slots: int
     stride: int = 1
     turn: int = 0
+    hoisting: int = 0
 
 
 def attend(
@@ -97,6 +100,7 @@ def attend(
     block_tables: Int[Array, "seqs max_pages"],
     plan: Plan,
     *,
+    head_dim: int,
     scale: Float[Array, ""],
     window: Int[Array, ""] | None,
     soft_cap: float | None,
@@ -104,15 +108,15 @@ def attend(
 ) -> tuple[Float[Array, "tiles kv_heads rows value_dim"], Float32[Array, "tiles kv_heads rows 128"]]:
     """Attention of a plan's tiles; rows that belong to no tile are left undefined.
 
-    key_dim is head_dim, and the output's width too, if that is a multiple of 128 lanes. Else it is the pages' width: rows
-    of K|V are used as they lie, zeros in `q` leave V out of the logits, and the output's second half is the result.
+    Of pages, rows of K|V are used as they lie, by whole lanes: key_dim is head_dim up to a multiple of 128, or the width if
+    that is less, and zeros in `q` leave V out of the logits; the result is the end of the output.
     Returns the output in q's dtype and the log-sum-exp of the logits, repeated over the lanes.
     """
     _, kv_heads, page_size, width = kv_pages.shape
     shape, cores = plan.shape, plan.cores
     key_dim = q.shape[-1]
-    values = slice(key_dim, width) if key_dim < width else slice(0, width)
-    value_dim = values.stop - values.start
+    values = slice(head_dim // LANES * LANES, width)
+    value_dim = width - values.start
     block_pages, tiles, rows, group = shape.block_pages, shape.tiles, shape.rows, shape.group
     page_step = page_size * shape.stride  # from a page's first key to the next page's
     pieces = block_pages * page_size // shape.keys
@@ -255,6 +259,14 @@ def attend(
             part = pl.ds(piece * piece_pages, piece_pages)
             return kv[slot, tile, part, h, :, :, columns].reshape(shape.keys, -1).astype(dtype)
 
+        def reload(ref: Any, times: int = 0) -> Array:
+            """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored.
+
+            times: that it was loaded before, for another address.
+            """
+            nothing = jnp.minimum(counts[step] + times, 0) * 16
+            return ref[pl.ds(pl.multiple_of(nothing, 16), ref.shape[0])]
+
         def find_logits(slot: Array, tile: int, h: Array | int, piece: Array | int) -> Array:
             dims = (((1,), (1,)), ((), ()))
             k = load(slot, tile, h, piece, slice(0, key_dim))
@@ -285,6 +297,7 @@ def attend(
 
             It goes stage by stage, loads before stores, so that the chains of all tiles and heads overlap.
             """
+            (fades,) = stages
             chains = [(tile, head + h) for tile in range(tiles) for h in range(shape.heads)]
             visible = [is_visible(number, tile, piece) for tile in range(tiles)]
             logits = [jnp.where(visible[tile], find_logits(slot, tile, h, piece), MASKED) for tile, h in chains]
@@ -292,43 +305,41 @@ def attend(
             new = [jnp.maximum(o, x.max(1, keepdims=True)) for o, x in zip(old, logits, strict=True)]
             fade = [jnp.exp2((o - n) * unit_log2) for o, n in zip(old, new, strict=True)]
             weights = [jnp.exp2((x - _repeat(n, shape.keys)) * unit_log2) for x, n in zip(logits, new, strict=True)]
+            for (tile, h), f, n, w in zip(chains, fade, new, weights, strict=True):
+                top[tile, h] = n
+                total[tile, h] = total[tile, h] * f + by_lane(w)
+                fades[tile, h] = f
             products = [
                 find_products(w.astype(dtype), slot, tile, h, piece)
                 for (tile, h), w in zip(chains, weights, strict=True)
             ]
-            for (tile, h), f, n, w, y in zip(chains, fade, new, weights, products, strict=True):
-                top[tile, h] = n
-                total[tile, h] = total[tile, h] * f + by_lane(w)
-                y += acc[tile, h] * _repeat(f, value_dim)
+            for (tile, h), y in zip(chains, products, strict=True):
+                y += acc[tile, h] * _repeat(reload(fades.at[tile, h]), value_dim)
                 if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                     y = jnp.where(end_page[slot * tiles + tile] > 0, y, acc[tile, h])
                 acc[tile, h] = y
 
         def run_pipeline() -> None:
             """All of a step's blocks, by units of one KV head's piece: three of them at a time, each at its stage."""
-            bias, is_biased, logits, highest, weights, fades = stages
+            hidden, hides_some, logits, weights, fades = stages
             units = kv_heads * pieces
-            nothing = jnp.minimum(counts[step], 0) * 16
 
-            def reload(ref: Any) -> Array:
-                """What was stored, from an address the compiler does not know: else it keeps, and spills, what it stored."""
-                return ref[pl.ds(pl.multiple_of(nothing, 16), ref.shape[0])]
-
-            def first_stage(slot: Array, unit: Array | int, buffer: int) -> None:
-                all_logits = find_logits(slot, 0, unit // pieces, unit % pieces)
+            def first_stage(slot: Array, unit: Array | int, buffer: int, sees_all: bool) -> None:
+                x = find_logits(slot, 0, unit // pieces, unit % pieces)
                 for i, part in enumerate(parts):
-                    x = all_logits[part] + bias[unit % pieces, part]
-                    logits[buffer][i][...] = x
-                    tiles_of_lanes = [x[:, k : k + key_lanes] for k in range(0, shape.keys, key_lanes)]
-                    highest[buffer][i][...] = functools.reduce(jnp.maximum, tiles_of_lanes)
+                    y = x[part] if sees_all else jnp.where(hidden[unit % pieces, part] > 0, MASKED, x[part])
+                    logits[buffer][i][...] = y
 
             def second_stage(unit: Array | int, buffer: int) -> None:
                 h = unit // pieces
                 for i, part in enumerate(parts):
+                    x = reload(logits[buffer][i])
+                    by_lane_max = [x[:, k : k + key_lanes] for k in range(0, shape.keys, key_lanes)]
+                    highest = functools.reduce(jnp.maximum, by_lane_max).max(1, keepdims=True)
                     old = top[0, h, part]
-                    new = jnp.maximum(old, reload(highest[buffer][i]).max(1, keepdims=True))
+                    new = jnp.maximum(old, highest)
                     fade = jnp.exp2((old - new) * unit_log2)
-                    w = jnp.exp2((reload(logits[buffer][i]) - _repeat(new, shape.keys)) * unit_log2)
+                    w = jnp.exp2((reload(logits[buffer][i], 1) - _repeat(new, shape.keys)) * unit_log2)
                     weights[buffer][i][...] = w.astype(dtype)
                     fades[buffer][i][...] = fade
                     top[0, h, part] = new
@@ -342,17 +353,18 @@ def attend(
                     acc[0, h, part] = acc[0, h, part] * _repeat(reload(fades[buffer][i]), value_dim) + y[part]
 
             def hide(number: Array) -> None:
-                """Fill the bias with MASKED where a block's keys are not visible, if there are such keys."""
+                """Note which of a block's keys are hidden from which rows, if there are such keys."""
                 first_key = (first_block(step) + number) * block_pages * page_step
                 sees_all = field(POSITION, step) >= first_key + block_pages * page_step - 1
                 if window is not None:
                     sees_all &= field(POSITION, step) + (rows - 1) // group - limit[0] < first_key
 
-                @pl.when(jnp.logical_not(sees_all) | (is_biased[0] == 1))
+                hides_some[0] = jnp.logical_not(sees_all).astype(jnp.int32)
+
+                @pl.when(jnp.logical_not(sees_all))
                 def _() -> None:
-                    is_biased[0] = jnp.logical_not(sees_all).astype(jnp.int32)
                     for piece in range(pieces):
-                        bias[piece] = jnp.where(is_visible(number, 0, piece), 0.0, MASKED)
+                        hidden[piece] = jnp.where(is_visible(number, 0, piece), 0.0, 1.0)
 
             def turn(_turn: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 slot_before, unit_before, number, slot, unit = carry
@@ -362,23 +374,25 @@ def attend(
                     enter(number, slot)
                     hide(number)
 
-                for i in range(shape.turn):
-                    if i < 2:
-                        third_stage(slot_before, unit_before + i - 1, i)
-                    else:
-                        third_stage(slot, unit + i - 2, i % 2)
-                    second_stage(unit + i - 1 if i else unit_before, (i + 1) % 2)
-                    first_stage(slot, unit + i, i % 2)
+                def go_on(sees_all: bool) -> None:
+                    for i in range(shape.turn):
+                        if i < 2:
+                            third_stage(slot_before, unit_before + i - 1, i)
+                        else:
+                            third_stage(slot, unit + i - 2, i % 2)
+                        second_stage(unit + i - 1 if i else unit_before, (i + 1) % 2)
+                        first_stage(slot, unit + i, i % 2, sees_all)
+
+                lax.cond(hides_some[0] == 0, lambda: go_on(True), lambda: go_on(False))
                 last = unit + shape.turn - 1
                 is_last = last + 1 == units
                 next_block = jnp.where(is_last, number + 1, number), jnp.where(is_last, next_slot(slot), slot)
                 return slot, last, *next_block, jnp.where(is_last, 0, last + 1)
 
             # Before the first unit there are two that add nothing.
-            neutral = (logits[1], MASKED), (highest[1], MASKED), (weights[0], 0), (fades[0], 1)
+            neutral = (logits[1], MASKED), (weights[0], 0), (fades[0], 1)
             for ref, value in ((ref, value) for refs, value in neutral for ref in refs):
                 ref[...] = jnp.full_like(ref, value)
-            is_biased[0] = 1
             zero, slot = jnp.int32(0), cursor[3]
             carry = slot, jnp.int32(1), zero, slot, zero
             slot, unit, _, cursor[3], _ = lax.fori_loop(0, counts[step] * (units // shape.turn), turn, carry)
@@ -451,7 +465,6 @@ def attend(
         pltpu.VMEM((pieces, rows, shape.keys), jnp.float32),
         pltpu.SMEM((1,), jnp.int32),
         in_parts(shape.keys),
-        in_parts(key_lanes),
         in_parts(shape.keys, dtype),
         in_parts(LANES),
     ]
@@ -475,19 +488,14 @@ def attend(
                 pltpu.SMEM((shape.slots,), jnp.int32),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SemaphoreType.DMA((shape.slots,)),
-                *(buffers if shape.turn else []),
+                *(buffers if shape.turn else [pltpu.VMEM((tiles, kv_heads, rows, LANES), jnp.float32)]),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((len(q) + spare_tiles, *q.shape[1:3], value_dim), dtype),
             jax.ShapeDtypeStruct((len(q) + spare_tiles, *q.shape[1:3], LANES), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-        ),
+        compiler_params=compiler_params(shape.hoisting),
         interpret=interpret,
         name=f"paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages_{shape.heads}_heads_{shape.keys}_keys"
         + f"_{shape.turn}_units" * bool(shape.turn),
@@ -514,4 +522,4 @@ def _divide(number: Array, power_of_two: int) -> Array:
 
 def _repeat(x: Float32[Array, "rows 128"], width: int) -> Float32[Array, "rows width"]:
     """A value per row, in all of its lanes, in `width` lanes."""
-    return x[:, :1] if width % LANES else jnp.concatenate([x] * (width // LANES), axis=1)
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]

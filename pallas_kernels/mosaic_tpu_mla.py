@@ -194,7 +194,9 @@ def _plan_prefills(tokens: int, heads: int, rank: int, batch: Batch, sizes: dict
     block = min(max(sizes["query_rows"] // heads // unit, 1), -(-tokens // unit)) * unit  # of tokens
     blocks, rows = -(-tokens // block), block * heads
     block_pages = batch.block_pages(sizes["query_keys"])
-    shape = Shape(rank, rows, heads, 1, sizes["parts"], block_pages, sizes["slots"], batch.page_stride)
+    shape = Shape(
+        rank, rows, heads, 1, sizes["parts"], block_pages, sizes["slots"], batch.page_stride, sizes["hoisting"]
+    )
 
     starts, ends = batch.first_computed(), batch.query_starts[1:]
     first_block = starts // block

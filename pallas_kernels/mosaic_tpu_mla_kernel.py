@@ -41,7 +41,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from paxserve.pallas_kernels.layout import is_second
-from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED, VMEM_LIMIT
+from paxserve.pallas_kernels.mosaic_tpu_compiler import compiler_params
+from paxserve.pallas_kernels.mosaic_tpu_kernel import LANES, LOWEST, MASKED
 from paxserve.pallas_kernels.mosaic_tpu_plan import END_KEY, END_ROW, FIRST_ROW, POSITION, Plan, own_index, own_step
 from paxserve.pallas_kernels.mosaic_tpu_results import Results
 from paxserve.pallas_kernels.mosaic_tpu_results import scratch as results_scratch
@@ -62,6 +63,7 @@ class Shape:
     block_pages: pages per block, which is computed at a time; a power of two.
     slots: blocks in VMEM.
     page_stride: of the pages in a block table, as in `paged_attention`.
+    hoisting: see `compiler_params`.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class Shape:
     block_pages: int
     slots: int
     page_stride: int
+    hoisting: int = 0
 
 
 def attend(
@@ -150,12 +153,11 @@ def attend(
                 for h in range(2):
                     logits[chain][h][...] = y[h * part_rows : (h + 1) * part_rows]
 
-            def find_logits(chain: int) -> Array:
+            def find_logits(chain: int) -> None:
                 """Stores those of the keys in the first and in the second halves of rows; returns maxima by lane."""
                 tile, part = chains[chain]
                 first_page = (stream.first_block(step * tiles + tile) + number) * block_pages
                 runs = [(h, c) for h in range(2) for c in range(0, half, key_columns)]
-                highest = []
                 for i, (h, c) in enumerate(runs):
                     q = q_refs[tile][0, hidden(part.start, part_rows, c // key_columns) if c else part, :rank]
                     y = dot(q, load(tile, h * rank, rank)[c : c + key_columns], 1)
@@ -170,15 +172,12 @@ def attend(
                         x = functools.reduce(jnp.maximum, [x[:, j : j + lanes] for j in range(0, key_columns, lanes)])
                         if i > 0:
                             x = jnp.maximum(maxima[chain][k][hidden(0, n)], x)
-                        if i < len(runs) - 1:
-                            maxima[chain][k][...] = x
-                        else:
-                            highest.append(x)
-                return jnp.concatenate(highest)
+                        maxima[chain][k][...] = x
 
-            def find_weights(chain: int, highest: Array) -> None:
+            def find_weights(chain: int) -> None:
                 tile, part = chains[chain]
                 old = top[tile, part]
+                highest = jnp.concatenate([x[hidden(0, x.shape[0])] for x in maxima[chain]])
                 new = jnp.maximum(old, highest.max(1, keepdims=True))
                 fade = jnp.exp2(old - new)
                 top[tile, part], fades[chain][...] = new, fade
@@ -192,9 +191,9 @@ def attend(
             def find_values(chain: int) -> None:
                 tile, part = chains[chain]
                 for i, c in enumerate(range(0, rank, value_columns)):
-                    w = [ref[hidden(0, part_rows, i)] for ref in weights[chain]]
-                    first, second = (dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
-                    y = first + second
+                    w = jnp.concatenate([ref[hidden(0, part_rows, i)] for ref in weights[chain]], axis=1)
+                    v = jnp.concatenate([load(tile, h * rank + c, value_columns) for h in range(2)])
+                    y = dot(w, v, 0)
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
                     for row, n in _cut(part_rows, VALUE_ROWS):
@@ -202,13 +201,13 @@ def attend(
                         fade = _repeat(fades[chain][hidden(row, n)], value_columns)
                         acc[here] = acc[here] * fade + y[row : row + n]
 
-            highest = []
             for pair in (order[i : i + 2] for i in order[::2]):
                 for chain in pair:
                     find_rope_logits(chain)
-                highest += [find_logits(chain) for chain in pair]
+                for chain in pair:
+                    find_logits(chain)
             for chain in order:
-                find_weights(chain, highest[chain])
+                find_weights(chain)
             for chain in order:
                 find_values(chain)
 
@@ -305,12 +304,7 @@ def attend(
         ),
         out_shape=[jax.ShapeDtypeStruct((len(q), *size), kind) for size, kind in results],
         input_output_aliases={} if into is None else {len(scalars) + 1 + tiles + 2: 0},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-        ),
+        compiler_params=compiler_params(shape.hoisting),
         interpret=interpret,
         name=f"mla_paged_attention_{rows}_rows_{tiles}_tiles_{block_pages}_pages",
     )(*scalars, pad_tables(block_tables), [q] * tiles, keys, latent_pages, into)

@@ -22,9 +22,9 @@ GQA_SHAPE = ("heads", "kv_heads", "head_dim", "page_size", "itemsize")
 MLA_SHAPE = ("heads", "kv_lora_rank", "page_size", "itemsize")
 KERNELS = {
     "mosaic_tpu decode": (GQA_SHAPE, ("block_keys", "chains", "slots")),
-    "mosaic_tpu prefill": (GQA_SHAPE, ("query_rows", "query_keys", "turn", "slots")),
+    "mosaic_tpu prefill": (GQA_SHAPE, ("query_rows", "query_keys", "turn", "hoisting", "slots")),
     "mosaic_tpu mla decode": (MLA_SHAPE, ("decodes", "decode_keys", "slots")),
-    "mosaic_tpu mla prefill": (MLA_SHAPE, ("query_rows", "query_keys", "parts", "slots")),
+    "mosaic_tpu mla prefill": (MLA_SHAPE, ("query_rows", "query_keys", "parts", "hoisting", "slots")),
 }
 """Of each kernel, the fields of a shape, itemsize being that of its pages, and the sizes that are tuned."""
 

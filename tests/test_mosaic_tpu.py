@@ -42,11 +42,14 @@ CASES = {
         (1, 1), (1100, 1), heads=2, kv_heads=1, page_size=8, options={"max_query_len": 1}
     ),
     "only padding": Case((0, 0), (0, 0), padding=4),
+    "prefill, head_dim 128": Case((20, 1, 40), (20, 30, 61), heads=2, kv_heads=1, head_dim=128),
+    "prefill, head_dim 192": Case((20, 1), (37, 30), heads=2, kv_heads=2, head_dim=192),
+    "prefill, head_dim 80": Case((20, 1), (37, 30), heads=2, kv_heads=1, head_dim=80),
 }
 
 SMALL = {
     "mosaic_tpu decode": {"block_keys": 32, "chains": 4, "slots": 3},
-    "mosaic_tpu prefill": {"query_rows": 48, "query_keys": 16, "turn": 2, "slots": 4},
+    "mosaic_tpu prefill": {"query_rows": 48, "query_keys": 16, "turn": 2, "hoisting": 64, "slots": 4},
 }
 
 
@@ -84,7 +87,7 @@ def test_a_schedule_made_before(latent: bool, monkeypatch: pytest.MonkeyPatch) -
     """It is all that attention takes of the batch: what is made of it anew could not be told from this."""
     small = SMALL | {
         "mosaic_tpu mla decode": {"decodes": 2, "decode_keys": 32, "slots": 3},
-        "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "slots": 3},
+        "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "hoisting": 64, "slots": 3},
     }
     for module in (mosaic_tpu, mosaic_tpu_mla):
         monkeypatch.setattr(module, "block_sizes", lambda kernel, **_: small[kernel])

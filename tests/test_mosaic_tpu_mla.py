@@ -28,7 +28,7 @@ CASES = {
 
 SMALL = {
     "mosaic_tpu mla decode": {"decodes": 2, "decode_keys": 64, "slots": 3},
-    "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "slots": 3},
+    "mosaic_tpu mla prefill": {"query_rows": 48, "query_keys": 32, "parts": 2, "hoisting": 64, "slots": 3},
 }
 
 

@@ -45,8 +45,10 @@ class MLACase:
 
     def must_not_spill(self, target: str) -> bool:
         """In its hot loop."""
-        is_usual = self.dtype == self.pages == "bfloat16" and self.rank == 512
-        return self.is_decode and is_usual and (self.heads <= 16 or target != "tpu7x")
+        if self.dtype == "float32":
+            return False
+        is_usual = self.pages == "bfloat16" and (self.heads <= 16 or target != "tpu7x")
+        return target == "v6e" or (self.is_decode and is_usual)
 
     @property
     def tuned(self) -> str:

@@ -28,8 +28,9 @@ Starts = tuple[int, int]
 class Loop:
     """A loop of the schedule: its first and last slot, and what is in it.
 
-    walks: the fewest cycles of a turn that does all of the loop's matrix work, by the copies it starts; loops within it
-        are free. copies, spills: in its code, without the loops within it. matmuls: with them.
+    walks: the fewest cycles of a turn by the copies it starts, one with matrix work if the loop has any: of bodies that
+        exclude each other the cheapest. Loops within it are free. copies, spills: in its code, without the loops within it.
+        matmuls: with them.
     """
 
     first: int
@@ -135,15 +136,14 @@ def _walk(
 ) -> dict[Starts, int]:
     inner = {x.first: x for x in loop.inner}
     size = loop.last - loop.first + 1
-    ways: list[dict[Starts, tuple[int, int]]] = [{} for _ in range(size + 1)]  # to (- matrix work, cycles)
-    ways[0] = {(0, 0): (0, 0)}
+    ways: list[dict[tuple[bool, Starts], int]] = [{} for _ in range(size + 1)]  # by whether they met matrix work
+    ways[0] = {(False, (0, 0)): 0}
 
     def go(start: int, end: int, cycles: int, work: int, starts: Starts) -> None:
         to = ways[min(end - loop.first, size)]
-        for key, (less_work, cost) in ways[start - loop.first].items():
-            new_key = (key[0] + starts[0], key[1] + starts[1])
-            new = (less_work - work, cost + cycles)
-            to[new_key] = min(to.get(new_key, new), new)
+        for (worked, before), cost in ways[start - loop.first].items():
+            key = worked or work > 0, (before[0] + starts[0], before[1] + starts[1])
+            to[key] = min(to.get(key, cost + cycles), cost + cycles)
 
     for slot in range(loop.first, loop.last + 1):
         if slot in inner and slot > loop.first:
@@ -157,5 +157,5 @@ def _walk(
             go(slot, target, 1, matmuls[slot], (0, copies[slot]))
         if conditional:
             go(slot, slot + 1, 1, matmuls[slot], (0, copies[slot]))
-    most = min((work for work, _ in ways[size].values()), default=0)
-    return {key: cost for key, (work, cost) in ways[size].items() if work == most}
+    works = any(worked for worked, _ in ways[size])
+    return {starts: cost for (worked, starts), cost in ways[size].items() if worked == works}
