@@ -73,6 +73,18 @@ def test_cost_of_a_turn(kernel: Kernel) -> None:
     assert outer.cost(0, 1) == outer.cost(0, 2) == 15
 
 
+def test_bodies_that_exclude_each_other() -> None:
+    """One of two slots and one of five, each with a product: a turn goes through one of them, or so it is counted."""
+    branch = "%3 = sbr.rel ({}%p1_p0) target bundleno = {}, region = 3"
+    codes = ["", "", branch.format("", "9 (0x9)"), "", "", "", "", "mm", "", branch.format("!", "19 (0x13)")]
+    codes += ["", "", "", "", "mm", "", "", "", "", branch.format("", "0 (0x0)"), "", "", "", ""]
+    schedule = "".join(f"  {i:#4x} {'LB' if i == 0 else '':>2}: > {{ {code} }}\n" for i, code in enumerate(codes))
+    usage = "\n" * 4 + "".join(f"{int(code == 'mm')} 0 0 0 0 0 0 0 0 0\n" for code in codes)
+    (loop,) = read_kernel(schedule, usage, "", delay=4).inner
+    assert (loop.first, loop.last, loop.matmuls) == (0, 23, 2)
+    assert loop.walks == {(0, 0): len(codes) - 5}
+
+
 def test_cost_of_copies(kernel: Kernel) -> None:
     """In a turn that starts them as they stand, or goes to a loop that starts 8 in 9 cycles."""
     outer = kernel.inner[0]
