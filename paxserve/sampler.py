@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from paxserve.pallas_kernels.target import target
 from paxserve.sampling_params import MAX_LOGPROBS
 
 ARGMAX_BLOCKS = 64
@@ -221,21 +222,30 @@ def _within_top_p(logits: Float[Array, "seqs vocab"], p: Float[Array, "seqs"]) -
 def _at_least_largest(
     logits: Float[Array, "seqs vocab"], enough: Callable[[Bool[Array, "seqs vocab"]], Bool[Array, "seqs"]]
 ) -> Bool[Array, "seqs vocab"]:
-    """logits >= t for the largest t per row at which `enough(logits >= t)` holds.
+    """logits >= t for the largest t per row at which `enough(logits >= t)` holds; all if it holds nowhere.
 
-    Bisection over the float32 values in their integer order: exact in 32 passes, without sorting the vocabulary.
+    The float32 numbers in their order, as integers: of `t` some bits are found per pass, the highest first. Exact, without
+    sorting the vocabulary.
     """
-    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
-    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # compares like the floats
+    bits = _bits_per_pass()
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        ok = enough(order >= middle[:, None])
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
+    def narrow(number: Array, found: UInt32[Array, "seqs"]) -> UInt32[Array, "seqs"]:
+        unit = jnp.uint32(1) << (32 - bits * (number.astype(jnp.uint32) + 1))
+        tried = [found + i * unit for i in range(1, 2**bits)]
+        holds = [enough(logits >= _nth_float(t)[:, None]) for t in tried]
+        return found + unit * sum(x.astype(jnp.uint32) for x in holds)
 
-    rows = logits.shape[0]
-    low = jnp.full(rows, jnp.iinfo(jnp.int32).min, jnp.int32)
-    high = jnp.full(rows, jnp.iinfo(jnp.int32).max, jnp.int32)
-    threshold, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
-    return order >= threshold[:, None]
+    found = jax.lax.fori_loop(0, 32 // bits, narrow, jnp.zeros(len(logits), jnp.uint32))
+    return logits >= _nth_float(found)[:, None]
+
+
+def _bits_per_pass() -> int:
+    """XLA computes the sums of several thresholds in one pass over memory, but for CPUs."""
+    return 1 if target().platform == "cpu" else 4
+
+
+def _nth_float(n: UInt32[Array, "seqs"]) -> Float[Array, "seqs"]:
+    """The float32 numbers in their order, but for NaNs: -inf is the first."""
+    least = jnp.uint32(0x007FFFFF)
+    signed = jax.lax.bitcast_convert_type(jnp.maximum(n, least) ^ jnp.uint32(1 << 31), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.where(signed < 0, signed ^ jnp.int32(0x7FFFFFFF), signed), jnp.float32)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from dense_llama import kept_tokens, log_softmax, next_token
 
+from paxserve import sampler
 from paxserve.pack import pack_sampling
 from paxserve.request import Request
 from paxserve.sampler import logprobs_of, sample
@@ -118,6 +119,21 @@ def test_distribution(fields, kept):
     chi_square = ((counts - ROWS * probs)[mask] ** 2 / (ROWS * probs)[mask]).sum()
     freedom = kept - 1
     assert chi_square <= freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_many_thresholds_per_pass(monkeypatch):
+    """As on TPUs and GPUs, on floats of every size, the infinite ones and both zeros among them."""
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 2**32, (200, VOCAB), np.uint32)
+    logits = bits.view(np.float32)
+    logits = np.where(np.isnan(logits) | (np.abs(logits) < 1e-37), 1.5, logits)  # a denormal number is 0 on some devices
+    logits[:, :4] = -np.inf, 0.0, -0.0, 3e38
+    logits = rng.permuted(logits, axis=1)
+    k = rng.integers(1, VOCAB + 3, 200)
+    expected = logits >= np.take_along_axis(np.sort(logits)[:, ::-1], np.minimum(k, VOCAB)[:, None] - 1, axis=1)
+    for per_pass in (1, 4):
+        monkeypatch.setattr(sampler, "_bits_per_pass", lambda per_pass=per_pass: per_pass)
+        np.testing.assert_array_equal(sampler._within_top_k(logits, k), expected)
 
 
 def test_positions_draw_independently():
