@@ -191,9 +191,9 @@ def attend(
             def find_values(chain: int) -> None:
                 tile, part = chains[chain]
                 for i, c in enumerate(range(0, rank, value_columns)):
-                    w = jnp.concatenate([ref[hidden(0, part_rows, i)] for ref in weights[chain]], axis=1)
-                    v = jnp.concatenate([load(tile, h * rank + c, value_columns) for h in range(2)])
-                    y = dot(w, v, 0)
+                    w = [ref[hidden(0, part_rows, i)] for ref in weights[chain]]
+                    first, second = (dot(w[h], load(tile, h * rank + c, value_columns), 0) for h in range(2))
+                    y = first + second
                     if tiles > 1:  # this tile's sequence may have ended: what lies in its buffer was never cleared
                         y = jnp.where(stream.copied(slot, tile)[1] > 0, y, 0.0)
                     for row, n in _cut(part_rows, VALUE_ROWS):

@@ -74,10 +74,12 @@ def test_cost_of_a_turn(kernel: Kernel) -> None:
 
 
 def test_bodies_that_exclude_each_other() -> None:
-    """One of two slots and one of five, each with a product: a turn goes through one of them, or so it is counted."""
-    branch = "%3 = sbr.rel ({}%p1_p0) target bundleno = {}, region = 3"
-    codes = ["", "", branch.format("", "9 (0x9)"), "", "", "", "", "mm", "", branch.format("!", "19 (0x13)")]
-    codes += ["", "", "", "", "mm", "", "", "", "", branch.format("", "0 (0x0)"), "", "", "", ""]
+    """One of two slots and one of five, each with a product: a turn goes through one of them."""
+    compare = "%p{}_p0 = scmp.{}.s32.totalorder %s7_s1, 0"
+    branch = "%3 = sbr.rel (%p{}_p0) target bundleno = {}, region = 3"
+    codes = [compare.format(1, "ne"), compare.format(2, "eq"), branch.format(1, "9 (0x9)"), "", "", "", "", "mm", ""]
+    codes += [branch.format(2, "19 (0x13)"), "", "", "", "", "mm", "", "", "", "", branch.format(3, "0 (0x0)")]
+    codes += ["", "", "", ""]
     schedule = "".join(f"  {i:#4x} {'LB' if i == 0 else '':>2}: > {{ {code} }}\n" for i, code in enumerate(codes))
     usage = "\n" * 4 + "".join(f"{int(code == 'mm')} 0 0 0 0 0 0 0 0 0\n" for code in codes)
     (loop,) = read_kernel(schedule, usage, "", delay=4).inner

@@ -17,20 +17,25 @@ PASSES = "(packed-bundles-post-ra|utilization|post-delay-converter)"
 
 _LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.(?:rel|abs)\s+(\([^)]*\))?\s*target bundleno = (\d+)")
+_COMPARISON = re.compile(r"(%p\w+) = scmp\.(\w\w)\.\S+ ([^,]+), (\S+)")
+_OPPOSITE = {"ne": "eq", "ge": "lt", "gt": "le"}
 _COPY = re.compile(r"= dma\.(?!done)[a-z_.]+")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+), scoped")
 
 Starts = tuple[int, int]
 """Of copies, on the way through a loop: the loops that start several per turn, and the copies outside of loops."""
 
+Condition = tuple[str, bool]
+"""What is compared, and how it turns out."""
+
 
 @dataclass
 class Loop:
     """A loop of the schedule: its first and last slot, and what is in it.
 
-    walks: the fewest cycles of a turn by the copies it starts, one with matrix work if the loop has any: of bodies that
-        exclude each other the cheapest. Loops within it are free. copies, spills: in its code, without the loops within it.
-        matmuls: with them.
+    walks: the fewest cycles of a turn that does as much matrix work as one can, by the copies it starts; loops within it
+        are free, and of two bodies that exclude each other it goes through one. copies, spills: in its code, without the
+        loops within it. matmuls: with them.
     """
 
     first: int
@@ -106,7 +111,10 @@ def read_kernel(schedule: str, usage: str, memory: str, delay: int) -> Kernel:
     matmuls += [0] * (len(slots) - len(matmuls))
     spills += [0] * (len(slots) - len(spills))
     copies = [len(_COPY.findall(slot)) for slot in slots]
-    branches = {i: (bool(m[1]), int(m[2])) for i, slot in enumerate(slots) if (m := _BRANCH.search(slot))}
+    comparisons = {predicate: what for slot in slots for predicate, *what in _COMPARISON.findall(slot)}
+    branches = {
+        i: (_condition(m[1], comparisons), int(m[2])) for i, slot in enumerate(slots) if (m := _BRANCH.search(slot))
+    }
 
     ends = {"vmem": 0, "smem": 0}
     for space, size, offset in _ALLOCATION.findall(memory):
@@ -131,31 +139,59 @@ def read_kernel(schedule: str, usage: str, memory: str, delay: int) -> Kernel:
     return root
 
 
+def _condition(predicate: str | None, comparisons: dict[str, list[str]]) -> Condition | None:
+    """Under which a branch is taken; None if always."""
+    if not predicate:
+        return None
+    name = predicate.strip("()!")
+    how, *operands = comparisons.get(name, [name])
+    return " ".join([_OPPOSITE.get(how, how), *operands]), (how in _OPPOSITE) == ("!" in predicate)
+
+
 def _walk(
-    loop: Loop, branches: dict[int, tuple[bool, int]], delay: int, matmuls: list[int], copies: list[int]
+    loop: Loop,
+    branches: dict[int, tuple[Condition | None, int]],
+    delay: int,
+    matmuls: list[int],
+    copies: list[int],
 ) -> dict[Starts, int]:
     inner = {x.first: x for x in loop.inner}
     size = loop.last - loop.first + 1
-    ways: list[dict[tuple[bool, Starts], int]] = [{} for _ in range(size + 1)]  # by whether they met matrix work
-    ways[0] = {(False, (0, 0)): 0}
+    own = {
+        slot: branches[slot]
+        for slot in range(loop.first, loop.last + 1)
+        if slot in branches and not any(x.first <= slot <= x.last for x in loop.inner)
+    }
+    asked = [condition[0] for condition, _ in own.values() if condition]
+    ways: list[dict[tuple[Starts, frozenset[Condition]], tuple[int, int]]] = [{} for _ in range(size + 1)]
+    ways[0] = {
+        ((0, 0), frozenset()): (0, 0)
+    }  # by copies and by what is known of what is asked again: - matrix work, cycles
 
-    def go(start: int, end: int, cycles: int, work: int, starts: Starts) -> None:
+    def go(start: int, end: int, cycles: int, work: int, starts: Starts, when: Condition | None = None) -> None:
         to = ways[min(end - loop.first, size)]
-        for (worked, before), cost in ways[start - loop.first].items():
-            key = worked or work > 0, (before[0] + starts[0], before[1] + starts[1])
-            to[key] = min(to.get(key, cost + cycles), cost + cycles)
+        for (before, known), (less_work, cost) in ways[start - loop.first].items():
+            if when and (when[0], not when[1]) in known:
+                continue
+            now_known = known | {when} if when and asked.count(when[0]) > 1 else known
+            key = (before[0] + starts[0], before[1] + starts[1]), now_known
+            new = (less_work - work, cost + cycles)
+            to[key] = min(to.get(key, new), new)
 
     for slot in range(loop.first, loop.last + 1):
         if slot in inner and slot > loop.first:
             within = inner[slot]
             go(slot, within.last + 1, 0, within.matmuls, (int(within.copies > 1), 0))
             continue
-        branch = slot - delay  # taken only now
-        is_own = branch >= loop.first and not any(x.first <= branch <= x.last for x in loop.inner)
-        conditional, target = branches.get(branch, (True, 0)) if is_own else (True, 0)
+        does = 1, matmuls[slot], (0, copies[slot])
+        if slot - delay not in own:  # a branch is taken only now
+            go(slot, slot + 1, *does)
+            continue
+        condition, target = own[slot - delay]
         if target > slot:
-            go(slot, target, 1, matmuls[slot], (0, copies[slot]))
-        if conditional:
-            go(slot, slot + 1, 1, matmuls[slot], (0, copies[slot]))
-    works = any(worked for worked, _ in ways[size])
-    return {starts: cost for (worked, starts), cost in ways[size].items() if worked == works}
+            go(slot, target, *does, condition)
+        if condition:
+            go(slot, slot + 1, *does, (condition[0], not condition[1]) if target > slot else None)
+    most = min((work for work, _ in ways[size].values()), default=0)
+    ends = [(starts, cost) for (starts, _), (work, cost) in ways[size].items() if work == most]
+    return {starts: min(cost for other, cost in ends if other == starts) for starts, _ in ends}
