@@ -46,6 +46,7 @@ CASES = (
     Case(4, 2, head_dim=96),
     Case(4, 2, head_dim=192),
     Case(8, 4, head_dim=256),
+    Case(8, 4, pages="int8"),
     Case(8, 4, queries=512),
     Case(32, 32, queries=512),
     Case(9, 3, head_dim=64, queries=512),
