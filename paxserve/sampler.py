@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from paxserve.pallas_kernels.target import target
 from paxserve.sampling_params import MAX_LOGPROBS
@@ -210,30 +210,33 @@ def _gumbel(seed: UInt32[Array, "2"], position: Int[Array, ""], size: int) -> Fl
 
 def _within_top_k(logits: Float[Array, "seqs vocab"], k: Int[Array, "seqs"]) -> Bool[Array, "seqs vocab"]:
     """Logits not below the k-th largest; k = 0 keeps all."""
-    return _at_least_largest(logits, lambda above: jnp.sum(above, axis=-1) >= k) | (k == 0)[:, None]
+    return _at_least_largest(logits, lambda above: jnp.sum(above, axis=-1), k) | (k == 0)[:, None]
 
 
 def _within_top_p(logits: Float[Array, "seqs vocab"], p: Float[Array, "seqs"]) -> Bool[Array, "seqs vocab"]:
     """The most likely tokens up to and including the one with which their probability reaches p; p = 1 keeps all."""
     probs = jax.nn.softmax(logits, axis=-1)
-    return _at_least_largest(logits, lambda above: jnp.sum(probs, axis=-1, where=above) >= p) | (p >= 1)[:, None]
+    return _at_least_largest(logits, lambda above: jnp.sum(probs, axis=-1, where=above), p) | (p >= 1)[:, None]
 
 
 def _at_least_largest(
-    logits: Float[Array, "seqs vocab"], enough: Callable[[Bool[Array, "seqs vocab"]], Bool[Array, "seqs"]]
+    logits: Float[Array, "seqs vocab"],
+    measure: Callable[[Bool[Array, "seqs vocab"]], Num[Array, "seqs"]],
+    enough: Num[Array, "seqs"],
 ) -> Bool[Array, "seqs vocab"]:
-    """logits >= t for the largest t per row at which `enough(logits >= t)` holds; all if it holds nowhere.
+    """logits >= t for the largest t per row with `measure(logits >= t) >= enough`; all if there is none.
 
     The float32 numbers in their order, as integers: of `t` some bits are found per pass, the highest first. Exact, without
     sorting the vocabulary.
     """
     bits = _bits_per_pass()
+    digits = jnp.arange(1, 2**bits, dtype=jnp.uint32)[:, None]
 
     def narrow(number: Array, found: UInt32[Array, "seqs"]) -> UInt32[Array, "seqs"]:
         unit = jnp.uint32(1) << (32 - bits * (number.astype(jnp.uint32) + 1))
-        tried = [found + i * unit for i in range(1, 2**bits)]
-        holds = [enough(logits >= _nth_float(t)[:, None]) for t in tried]
-        return found + unit * sum(x.astype(jnp.uint32) for x in holds)
+        thresholds = _nth_float(found + digits * unit)
+        measured = jnp.stack([measure(logits >= t[:, None]) for t in thresholds])
+        return found + unit * jnp.sum(measured >= enough, axis=0, dtype=jnp.uint32)
 
     found = jax.lax.fori_loop(0, 32 // bits, narrow, jnp.zeros(len(logits), jnp.uint32))
     return logits >= _nth_float(found)[:, None]
@@ -244,7 +247,7 @@ def _bits_per_pass() -> int:
     return 1 if target().platform == "cpu" else 4
 
 
-def _nth_float(n: UInt32[Array, "seqs"]) -> Float[Array, "seqs"]:
+def _nth_float(n: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The float32 numbers in their order, but for NaNs: -inf is the first."""
     least = jnp.uint32(0x007FFFFF)
     signed = jax.lax.bitcast_convert_type(jnp.maximum(n, least) ^ jnp.uint32(1 << 31), jnp.int32)
