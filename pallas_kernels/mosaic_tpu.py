@@ -319,7 +319,8 @@ def _plan_prefills(
     block = min(max(most_rows // group // 16, 1), -(-tokens // 16)) * 16  # of tokens
     blocks, rows = -(-tokens // block), block * group
     # An even number of units, so that their buffers alternate, and with few KV heads more pieces for longer turns.
-    pieces = max(min(tuned["turn"] // kv_heads, PIPELINE_KEYS // tuned["query_keys"]), 1 + kv_heads % 2)
+    most_pieces = max(min(tuned["turn"] // kv_heads, PIPELINE_KEYS // tuned["query_keys"]), 1 + kv_heads % 2)
+    pieces = _power_of_two(most_pieces)
     block_pages = max(
         pages.block_pages(pieces * tuned["query_keys"], kv_heads * pages.row_bytes, tuned["slots"]), pieces
     )

@@ -111,6 +111,14 @@ def test_a_schedule_made_before(latent: bool, monkeypatch: pytest.MonkeyPatch) -
         case.run("xla", schedule=schedule)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_turns_of_many_units(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = SMALL | {"mosaic_tpu prefill": SMALL["mosaic_tpu prefill"] | {"turn": 8}}
+    monkeypatch.setattr(mosaic_tpu, "block_sizes", lambda kernel, **_: longer[kernel])
+    case = Case((20, 1, 40), (20, 30, 261), heads=2, kv_heads=kv_heads)
+    assert_close(case.run("mosaic_tpu"), case.numpy(), atol=1e-5)
+
+
 def test_two_cores_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_tpu, "cores_per_device", lambda: 2)
     case = Case((1, 20, 1, 7, 30), (70, 33, 1, 9, 40), heads=2, kv_heads=1, padding=9)

@@ -126,9 +126,8 @@ def test_many_thresholds_per_pass(monkeypatch):
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 2**32, (200, VOCAB), np.uint32)
     logits = bits.view(np.float32)
-    logits = np.where(
-        np.isnan(logits) | (np.abs(logits) < 1e-37), 1.5, logits
-    )  # a denormal number is 0 on some devices
+    is_denormal = np.abs(logits) < 1e-37  # 0 on some devices
+    logits = np.where(np.isnan(logits) | is_denormal, 1.5, logits)
     logits[:, :4] = -np.inf, 0.0, -0.0, 3e38
     logits = rng.permuted(logits, axis=1)
     k = rng.integers(1, VOCAB + 3, 200)

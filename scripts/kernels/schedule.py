@@ -163,17 +163,17 @@ def _walk(
         if slot in branches and not any(x.first <= slot <= x.last for x in loop.inner)
     }
     asked = [condition[0] for condition, _ in own.values() if condition]
+    asked_again = {what for what in asked if asked.count(what) > 1}
+    # By copies, and by what is known of what is asked again: - matrix work, cycles.
     ways: list[dict[tuple[Starts, frozenset[Condition]], tuple[int, int]]] = [{} for _ in range(size + 1)]
-    ways[0] = {
-        ((0, 0), frozenset()): (0, 0)
-    }  # by copies and by what is known of what is asked again: - matrix work, cycles
+    ways[0] = {((0, 0), frozenset()): (0, 0)}
 
     def go(start: int, end: int, cycles: int, work: int, starts: Starts, when: Condition | None = None) -> None:
         to = ways[min(end - loop.first, size)]
         for (before, known), (less_work, cost) in ways[start - loop.first].items():
             if when and (when[0], not when[1]) in known:
                 continue
-            now_known = known | {when} if when and asked.count(when[0]) > 1 else known
+            now_known = known | {when} if when and when[0] in asked_again else known
             key = (before[0] + starts[0], before[1] + starts[1]), now_known
             new = (less_work - work, cost + cycles)
             to[key] = min(to.get(key, new), new)
